@@ -1,6 +1,7 @@
 """`@pytest.mark.gpu(n)`: the test needs n GPUs (default 1); if there are fewer, it is skipped with that reason.
 
-Under xdist (`--dist loadgroup`), tests that share GPUs run one after another, so that none measures another's work.
+Under xdist (`--dist loadgroup`), tests that share GPUs run one after another, so that no test measures another test's
+work.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Freeze the modules that all tests have imported, and collect garbage less often: collection took a tenth of the
+    """Freeze the modules that all tests have imported, and run garbage collection less often, which took a tenth of the
     emulator's time."""
     gc.collect()
     gc.freeze()

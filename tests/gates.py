@@ -1,7 +1,7 @@
-"""Which cases `make test` runs, and which it leaves to `make gates`.
+"""Select the cases that `make test` runs, and those that it leaves to `make gates`.
 
-`some` leaves the later cases of a parameter to the gates. `covered` leaves single cases of a test, and names for each
-the case of `make test` that runs the same code on the same kind of operands.
+`some` leaves all but a parameter's first cases to the gates. `covered` leaves single cases of a test to the gates, and
+names, for each of them, the case of `make test` that runs the same code on the same kind of operands.
 
 python -m tests.gates writes a line of JSON for every case: its name, whether it is left to the gates, and the case that
 covers it according to each expression.
@@ -19,8 +19,8 @@ import pytest
 
 
 def some(cases: Iterable[Any], quick_cases: int = 1) -> list[Any]:
-    """Return all cases for `parametrize`, with those after the first few marked for `make gates`. A tuple gives the
-    values of several names."""
+    """Return all cases for `parametrize`, with those after the first few marked for `make gates`. A tuple lists the
+    values of several parameters."""
 
     def left(case: Any) -> Any:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate)
@@ -35,7 +35,8 @@ def covered(cases: str, covering: str) -> pytest.MarkDecorator:
 
 
 def covered_by(test: str, marks: Iterable[pytest.Mark]) -> str | None:
-    """Return the case that covers a case, given by its file below tests/, its test and its brackets, or None."""
+    """Return the case that covers a case, or None. Cases are given by their file below tests/, their test and their
+    brackets."""
     head, _, brackets = test.partition("[")
     for mark in marks:
         cases, covering = mark.args

@@ -17,11 +17,12 @@ from bench.pages.tables import gpus_of, grid, lines_of
 Row = dict
 MACHINES = ("nvidia-h200-x2", "nvidia-h200-x4")  # the columns of the README's tables, except vLLM's
 VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
+LOWEST = (*MACHINES, "nvidia-h100-x4")  # the machines of the lowest ratio
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
-    "Geometric means over all sizes in CUDA graphs on H200s, over Transformers' own parallelism or cuBLAS, then NCCL; vLLM: requests/s over"
-    " stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x). NVLink multicast (NVLS) was"
-    " off everywhere; gains with NVLS unmeasured."
+    "These are geometric means over all sizes in CUDA graphs on H200s, against Transformers' parallelism or cuBLAS, then NCCL."
+    " vLLM's are requests/s against stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x)."
+    " NVLink multicast (NVLS) was off and is unmeasured."
     " {share}."
 )
 SHOWN = (  # the lines that the README's table of operators and layers shows
@@ -125,7 +126,7 @@ def ratios(folder: Path, layers: Layers) -> dict[str, dict[tuple[str, str], floa
     """Return how many times as fast as the baseline weft and each library were, by library ("" for weft) and (mode, name).
 
     A CUDA graph is compared with the faster of the baseline's modes, because Transformers' graph of a long prompt is
-    slower than its eager pass. Of the methods of a library the fastest counts."""
+    slower than its eager pass. Only the fastest method of a library counts."""
     sizes = newest(folder, layers)
     baseline, weft = layers.methods
     by_library: dict[str, dict[tuple[str, str], float]] = {}
@@ -166,12 +167,13 @@ def layers(folder: Path) -> list[list[str]]:
 def figures(results: Path) -> str:
     """Return the README's table of operators and layers: geometric means in CUDA graphs, the mean of the best other
     library, and the lowest ratio over all sizes, machines and modes."""
-    by_machine = [{line[0]: line for line in means(load(results / name), layers(results / name))} for name in MACHINES]
+    by_machine = [{line[0]: line for line in means(load(results / name), layers(results / name))} for name in LOWEST]
     baselines = {line.title: line.baseline for line in LAYERS}
     table = []
     for title in SHOWN:
         lines = [of_machine.get(title, ["–"] * 5) for of_machine in by_machine]
-        cells = [cell for line in lines for cell in (line[1], " ".join(line[3].split()[:2]))]  # 1.08x torch
+        shown = lines[: len(MACHINES)]
+        cells = [cell for line in shown for cell in (line[1], " ".join(line[3].split()[:2]))]  # 1.08x torch
         lowest = min((line[4].split()[0] for line in lines if line[4] != "–"), key=lambda ratio: float(ratio[:-1]))
         over = baselines.get(title, NCCL)
         table.append([title + f" (over {over})" * (over != NCCL), *cells, lowest])
@@ -180,8 +182,8 @@ def figures(results: Path) -> str:
 
 
 def requests(path: Path) -> tuple[str, str]:
-    """Return the lowest and the highest ratio over vLLM's mixes of requests, from the median repeats of engines that
-    took turns, and the model."""
+    """Return the lowest and the highest ratio over vLLM's mixes of requests, from the median repeats of alternating
+    engines, and the model."""
     ratios = [row["ratio"] for row in rows_of(path)]
     (model,) = {row["model"] for row in rows_of(path)}
     return f"{min(ratios):.2f}x to {max(ratios):.2f}x", model

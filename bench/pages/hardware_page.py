@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +58,19 @@ def record() -> str:
     stored = json.loads((TESTS / "gpu_record.json").read_text())
     failed_checks = []
     for place, checks in sorted(stored["checks"].items()):
-        names = [f"*{name}*" for name, row in checks.items() if row["outcome"] == "failed"]
+        names = [name for name, row in checks.items() if row["outcome"] == "failed"]
         if names and ", compiled for " not in place:
-            failed_checks.append(f"{', '.join(names)} ({place})")
+            failed_checks.append(f"{listed(names)} ({place})")
     text = f"Failed in their last run: {'; '.join(failed_checks)}. " if failed_checks else ""
     text += f"Random calls: {stored['fuzz']['calls']:,}, of which {stored['fuzz']['wrong']} were wrong."
     return f"{ran(stored, older=False)}\n\n{text}"
+
+
+def listed(checks: Iterable[str]) -> str:
+    """Return the names of checks. Of more than three checks that begin with the same word, only the number is given."""
+    groups = (list(group) for _, group in groupby(sorted(checks), key=lambda name: name.split()[0]))
+    parts = ([f"{len(g)} of *{g[0].split()[0]} ..*"] if len(g) > 3 else [f"*{name}*" for name in g] for g in groups)
+    return ", ".join(part for group in parts for part in group)
 
 
 def speed(record: dict[str, Any]) -> str:

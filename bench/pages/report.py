@@ -37,7 +37,7 @@ OPS = {
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
 FEW = 512  # calls of at most this number of tokens have a separate mean
-SINCE = "2026-11-21"  # a machine that was measured only before has no chapter and no plots
+SINCE = "2026-11-21"  # a machine without later measurements has no chapter and no plots
 HASH = 8  # the number of letters of a commit's hash on a page
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"  # the marks of the generated block in the README
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
@@ -269,11 +269,10 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
     svg.save(figure, path)
 
 
-INTRODUCTION = """Times are microseconds: the slowest rank's median, on random inputs, with all methods of a shape interleaved
-in one run. *NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind that ran. *GEMM* and *comm.* are each alone; *limit* is the
-longer of the GEMM alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. Calls in CUDA graphs
-(*graph*) come before calls launched one by one (*eager*). N and K are of one rank, M is gathered. Means are geometric. *measured* is the
-date and commit of a line and of those below it.
+INTRODUCTION = """Each time is the slowest rank's median in microseconds, on random inputs. One run interleaves a shape's methods.
+*NCCL* is cuBLAS, then NCCL; *weft* is `plan="auto"`, and *plan* the kind that ran. *GEMM* and *comm.* ran alone; *limit* is the larger of the
+GEMM's time and the bytes divided by the measured link rate. A library's column is its speedup over cuBLAS + NCCL. *Eager* calls are
+launched one by one. N and K belong to one rank, M to all ranks. Means are geometric. An empty *measured* repeats the cell above.
 """
 
 
@@ -370,8 +369,8 @@ def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[st
 
 
 def table_of_means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """Return one machine's table of means, which says once when and at what commit consecutive lines were measured.
-    layers: further lines."""
+    """Return one machine's table of means, which states the date and commit of consecutive lines only once. layers:
+    further lines."""
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes", "measured"]
     lines, above = [], ""
     for *cells, source in means(rows, layers):

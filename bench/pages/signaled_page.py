@@ -40,8 +40,8 @@ Cases = dict[Size, dict[str, Row]]
 CasesByOp = dict[tuple[str, int], Cases]  # by op and number of GPUs
 
 INTRODUCTION = (
-    "What plan kind [`signaled`](guide.md#signaled-plans) costs and gives in bfloat16, in CUDA graphs (`bench/measure/signaled.py`). *The "
-    "paper* is FlashOverlap, on other GPUs. Means of ratios of times are geometric, of fractions arithmetic.",
+    "These are costs and gains of plan kind [`signaled`](guide.md#signaled-plans) in bfloat16 CUDA graphs (`bench/measure/signaled.py`). "
+    "*The paper* is FlashOverlap, on other GPUs. Mean speedups are geometric; mean fractions are arithmetic.",
 )
 
 
@@ -139,13 +139,13 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     reached = "Reached" if mean and most else "Reached on average, not by every shape" if mean else "Missed"
     return section(
         "The GEMM with reordering and signals",
-        "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
-        "is beside cuBLAS on all SMs. Nothing else ran.",
+        "*Overhead* compares the GEMM with a GEMM of the same main loop and epilogue on as many SMs, which stores ordinary rows and sends "
+        "no signals. *Beside cuBLAS* compares the GEMM with cuBLAS on all SMs. Nothing else ran on the GPU.",
         grid(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines, 1),
-        f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
-        f"{overhead(fmean(usual))} and the most {overhead(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
-        f"The least is {overhead(min(usual))}, so differences of that size are not all overhead.",
-        f"Of {len(us)} shapes, these many have whole waves of tiles only: {listed(divides)}.",
+        f"The goal is an overhead under {GEMM_GOAL:.0%}; the paper reports 0.07 to 0.7%. **{reached}**: with the default groups the mean "
+        f"overhead is {overhead(fmean(usual))} and the largest {overhead(max(usual))}; {under} of {len(usual)} GEMMs stay under "
+        f"{GEMM_GOAL:.0%}. The smallest is {overhead(min(usual))}, so differences of that size are not all overhead.",
+        f"Of {len(us)} shapes, the following numbers consist of whole waves of tiles: {listed(divides)}.",
         by_k(us, shown, f"plain, {EQUAL} CTAs left"),
     )
 
@@ -155,7 +155,7 @@ def by_k(us: dict[Size, dict[str, float]], names: Sequence[str], base: str) -> s
     ks = sorted({size[2] for size in us})
     same = {k: [times[n] / times[base] for size, times in us.items() if size[2] == k for n in names] for k in ks}
     means = [f"{overhead(fmean(r))} at K = {k}" for k, r in same.items() if len(r) > 2 * len(names)]
-    return f"Mean overhead by K, default groups: {listed(means)}." if means else ""
+    return f"With the default groups the mean overhead is {listed(means)}." if means else ""
 
 
 # -- ops
@@ -197,7 +197,7 @@ def in_rows(by_method: dict[str, Row]) -> list[Row]:
 
 
 def fastest(by_method: dict[str, Row], copies: bool) -> Row | None:
-    """Return the fastest of the plans whose groups are moved by copy engines, or by NCCL."""
+    """Return the fastest plan with groups that copy engines move, or that NCCL moves."""
     return min(
         (r for r in in_rows(by_method) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None
     )
@@ -313,14 +313,15 @@ def plot(cases_by_op: dict[str, Cases], world: int, path: Path) -> None:
 def explained() -> str:
     return section(
         "Ops",
-        "The best of the signaled plans that were tried, beside cuBLAS + NCCL (for all-to-all, weft's sequential plan: cuBLAS's GEMM, "
-        "the rows put in order, NCCL's all-to-all). M, N and K are of one rank's GEMM. All results are in ordinary order. "
-        f"Fixed groups were tried with {EQUAL} CTAs only.",
-        "*Of its bound* is bound / time. The bound is the longer of two sums: the GEMM and then the collective of the plan's last group; "
-        "the GEMM of its first group and then all communication. (A reduce-scatter by copies computes the own rows last, which go "
-        "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles. As few groups have a bound "
-        "that is easy to reach, *of one wave's* has the first and the last wave of tiles in place of the groups. GEMM and communication "
-        "in it are cuBLAS on all SMs and NCCL without a limit, each alone, so copies that are faster than NCCL can pass it.",
+        "The tables compare the fastest of the measured signaled plans with cuBLAS + NCCL. For all-to-all they compare it with weft's "
+        "sequential plan: cuBLAS's GEMM, a reordering of the rows, and NCCL's all-to-all. M, N and K are the sizes of one rank's "
+        f"GEMM. All results are in ordinary order. Fixed groups were measured with {EQUAL} CTAs only.",
+        "*Of its bound* is the bound divided by the time. The bound is the larger of two sums: the time of the GEMM plus the time of the "
+        "last group's collective, and the time of the first group's GEMM plus the time of all collectives. (In a reduce-scatter by copies "
+        "a rank computes its own rows last and does not send them, so the first sum is the GEMM's time alone.) A group's share of a time "
+        "is its share of the tiles. A plan with few groups has a bound that is easy to reach. Therefore *of one wave's* uses the first "
+        "and the last wave of tiles in place of the first and the last group. The times in the bound are of cuBLAS on all SMs and of NCCL "
+        "without a limit on CTAs, each measured alone, so copies that are faster than NCCL can exceed the bound.",
     )
 
 
@@ -349,9 +350,10 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
     text += tables + section("Against the goal", *against_the_goal(goals), level=4)
     return text + section(
         "Fixed groups",
-        f"Mean time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the "
-        "default is faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of which takes the other waves; "
-        "*first wave* and *last wave* are two groups, one of which is that wave. The last column is a best of five.",
+        "The table shows the mean time with fixed groups divided by the mean time with the default groups (up to four, the last of one "
+        f"wave), all with {EQUAL} CTAs. Above 1 the default groups are faster (as in the paper's Figure 14). *A wave a group* has at most "
+        "16 groups, the last of which contains all remaining waves. *First wave* and *last wave* have two groups, one of which is that "
+        "wave. The last column uses the fastest of the five for each shape.",
         ablations(cases_by_op),
         level=4,
     )
@@ -360,8 +362,8 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
 def against_the_goal(goals: list[list[str]]) -> list[str]:
     head = ["op", "GPUs", "moved by", "of the bound, mean", "least", "most", "of one wave's, mean", f"{BOUND_GOAL:.0%}"]
     return [
-        f"Goal: at least {BOUND_GOAL:.0%} of the bound in the mean, and up to 1.6x; the paper: 69 to 98%, and 1.30x on NVLink. Of the best "
-        "plans of each shape:",
+        f"The goal is {BOUND_GOAL:.0%} of the bound in the mean, and speedups up to 1.6x; the paper reports 69 to 98%, and 1.30x on NVLink. "
+        "The best plans reach:",
         grid([*head, "speedup, mean", "most", "lost on"], goals, 3),
     ]
 

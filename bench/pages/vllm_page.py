@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.pages.report import when
 from bench.pages.tables import Rows, grid, lines_of
 
 TABLES = "bench/results/vllm.md"
@@ -43,18 +42,21 @@ def answers(results: Path) -> str:
     ]
     versions = ", ".join(dict.fromkeys(row["vllm"] for row in newest.values()))
     note = (
-        "ranks share a GPU; tokens equal to the tokens without the plugin, up to the first different token of an answer"
+        "with ranks that share a GPU. The columns count the tokens that equal vLLM's tokens without the plugin, up to the first"
+        " different token of an answer"
     )
-    return f"vLLM {versions}, {note}:\n\n{grid(head, table)}"
+    return f"vLLM {versions} {note}:\n\n{grid(head, table)}"
 
 
 def serving(lines: Rows) -> str:
-    """Return a line for the newest row of each model, mix and method: the median ratio, the ratio of stock vLLM's own
-    two turns, and the median and the 99th percentile of the times of tokens."""
+    """Return a line for the newest row of each model, mix and method: the median speedup, the ratio of stock vLLM's two
+    turns, and the median and the 99th percentile of token times. If the rows have several dates, the text above the
+    table names the mixes of each date."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
     table = []
-    newest_rows = list({tuple(row[name] for name in key): row for row in lines}.values())
-    for row in newest_rows:
+    mixes: dict[str, list[str]] = {}  # by date
+    for row in {tuple(row[name] for name in key): row for row in lines}.values():
+        mixes.setdefault(row["date"], []).append(row["mix"])
         size = f"{row['mix']}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
         size += f", {row['rate']:g} a second" * bool(row["rate"])
         latencies = [row["latency"][method] for method in (row["method"], row["baseline"])]
@@ -65,8 +67,9 @@ def serving(lines: Rows) -> str:
         ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
         table.append([row["model"], size, row["method"], f"**{row['ratio']:.2f}x**", *ranges, *tokens])
     newest = lines[-1]
-    head = ["model", "requests of tokens in + out, mean", "method", "stock / it, median", "range", "stock / stock", "first token, ms: it / stock",
-            "between tokens, ms: it / stock"]  # fmt: skip
+    head = ["model", "requests of mean tokens in + out", "method", "median speedup", "range", "stock / stock", "first token, ms: method / stock",
+            "between tokens, ms: method / stock"]  # fmt: skip
     backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
-    note = f"{newest['layers']} layers of random weights, stock with flashinfer's fused all-reduce ({', '.join(sorted(backends))})"
-    return f"vLLM {newest['vllm']}, {newest['ranks']} ranks, {newest['gpu']}, {when(newest_rows)}, {note}; [median, 99%]:\n\n{grid(head, table)}"
+    note = f"{newest['layers']} layers of random weights; stock uses FlashInfer's fused all-reduce ({', '.join(sorted(backends))})"
+    dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
+    return f"vLLM {newest['vllm']}, {newest['gpu']}, {dates}, {note}. Times are [median, 99%]:\n\n{grid(head, table)}"

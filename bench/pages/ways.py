@@ -16,20 +16,20 @@ MLPS = tuple(f"MLP-{i}" for i in range(1, 7))
 WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "signaled")
 WAYS_TEXT = """## Ways of overlapping
 
-From tuning runs, in CUDA graphs: each way's best plan over weft's sequential plan, geometric means over MLP-1 to MLP-6, and in
-brackets how often it was the fastest ([why](design-notes.md)).
+The table shows mean speedups of each way's best plan over weft's sequential plan, for MLP-1 to MLP-6 in CUDA graphs on H200s (tuning runs). Brackets
+contain the number of sizes at which the way was fastest ([why](design-notes.md)).
 """
 METHODS = ("library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot")
 INVARIANT = ("norm", "rows", "shards")  # ways to run a layer, under the names of bench/measure/batch_invariance.py
 HOST_TEXT = """## Host time of a call
 
-Microseconds of a known call, without waiting for the GPU (`bench/measure/host.py`); *library*: the calls of cuBLAS
-and NCCL that an op replaces.
+Times are microseconds of a known call, without a wait for the GPU (`bench/measure/host.py`). *library* calls cuBLAS
+and NCCL.
 """
 MOE_TEXT = """## Mixture of experts
 
-A forward pass of balanced routing, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
-vLLM's fused experts, on one GPU, [are faster](moe.md#what-it-reaches) than torch's.
+These are speedups of forward passes with balanced routing, including the router, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs ([every size](../bench/results/moe.md)).
+On one GPU vLLM's fused experts [are faster](moe.md#what-it-reaches) than torch's.
 """
 
 
@@ -40,10 +40,10 @@ def way(plan: dict) -> str:
 
 
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
-    """Return, by op and number of GPUs, the speedup of each way for every shape in the mean, from the newest run with
+    """Return, by op and number of H200s, the speedup of each way for every shape in the mean, from the newest run with
     that shape."""
     best_by_name: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
-    for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
+    for row in (r for path in sorted(results.glob("nvidia-h200-x*/tuning/*.jsonl")) for r in lines_of(path)):
         if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
             plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
             base = next(row["times"][text] for text, plan in plans.items() if plan["kind"] == "sequential")

@@ -1,6 +1,6 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers.
 
-`api` defines the public names. The first use of a public name imports it: importing torch takes seconds, and
+`api` defines the public names. The first use of a public name imports it, because importing torch takes seconds and
 `weft --version` does not need torch.
 """
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import *  # noqa: F403
     from .api import __all__ as __all__
-    from .api import torch as torch  # not in __all__: a star import would hide torch itself
+    from .api import torch as torch  # not in __all__, because a star import would hide torch itself
 
 
 def __getattr__(name: str) -> Any:
     """Return a public object, a submodule, or the version. The package's metadata is read only when the version is
-    first used."""
+    first requested."""
     if name == "__version__":
         return metadata.version("weft")
     if name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):

@@ -1,7 +1,8 @@
-"""The undocumented parts of Triton that weft uses, for the versions that weft was tested with.
+"""The undocumented parts of Triton that weft uses, for the versions with which weft was tested.
 
-The interpreter's construction, the launcher's arguments and the call of the assembler change between minor versions.
-Only this module depends on Triton's version; `require` raises for an untested version before anything else here runs.
+The interpreter's construction, the launcher's arguments and the call of the assembler differ between minor versions.
+Only this module depends on Triton's version. `require` raises an error for an untested version before any other
+function of this module runs.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ ON_GPUS = "3.6 and 3.9"
 
 
 RepeatedLaunch = Callable[[int, Sequence[object]], None]
-_MAPS = 4096  # cached TMA descriptors, of 128 bytes each, per argument of a launch
+_MAPS = 4096  # the number of cached TMA descriptors, of 128 bytes each, per argument of a launch
 
 
 def version() -> tuple[int, int]:
-    """Return the major and minor number of the Triton that runs."""
+    """Return the major and minor version of the installed Triton."""
     major, minor = re.findall(r"\d+", triton.__version__)[:2]
     return int(major), int(minor)
 
 
 def untried() -> str | None:
-    """Return why weft does not run with this Triton and which version to install, or None if weft runs with it."""
+    """Return the reason why weft does not run with this Triton and the version to install, or None if weft runs with
+    it."""
     if version() in TRIED:
         return None
     oldest, (major, minor) = TRIED[0], TRIED[-1]
@@ -52,7 +54,7 @@ def untried() -> str | None:
 
 
 def require() -> None:
-    """Raise WeftError for a version of Triton that weft was not tested with."""
+    """Raise WeftError for a version of Triton with which weft was not tested."""
     if why := untried():
         raise WeftError(why)
 
@@ -82,8 +84,8 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
     triton_options = {"enable_fp_fusion": True} | {
         name: value for name, value in weft_options.items() if name not in weft_only
     }
-    # Triton 3.9 assembles with ptxas 13.4, which spills registers where 12.9 did not unless LLVM schedules instructions
-    # to save registers.
+    # Triton 3.9 assembles with ptxas 13.4, which spills registers where 12.9 did not, unless LLVM schedules
+    # instructions to save registers.
     return (
         triton_options | {"sched4reg": True}
         if weft_options.get("few_registers") and version() >= (3, 9)
@@ -93,11 +95,11 @@ def options(weft_options: Mapping[str, int]) -> dict[str, int]:
 
 @functools.cache
 def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], str | None]) -> type:
-    """Return a class of kernel source for Triton's compiler, with IR that `rewrite` changes before Triton's own passes.
+    """Return a class of kernel source for Triton's compiler, whose IR `rewrite` changes before Triton's own passes.
     `rewrite` receives the printed IR, with calls inlined and loops unrolled, and returns new IR or None. concerns:
     returns whether `rewrite` may change a source; the IR of other sources is not printed.
 
-    Triton's cache key includes the file that defines `rewrite`, so that kernels with different rewrites are cached
+    Triton's cache key includes the file that defines `rewrite`, so kernels with different rewrites are cached
     separately.
     """
     require()
@@ -124,7 +126,7 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
             module = super().make_ir(target, options, codegen_fns, module_map, context)
             if not concerns(text := str(module)):
                 return module
-            inlined = parsed(text, context)  # a copy, so that a kernel that is not rewritten stays unchanged
+            inlined = parsed(text, context)  # a copy, so that a kernel that is not rewritten remains unchanged
             manager = ir.pass_manager(context)
             passes.common.add_inliner(manager)
             passes.common.add_canonicalizer(manager)
@@ -147,7 +149,7 @@ def rewritten_source(concerns: Callable[[str], bool], rewrite: Callable[[str], s
 
 @contextmanager
 def no_compile_hooks() -> Iterator[None]:
-    """Compile without Triton's hooks (vLLM sets one that warns of compilation while it serves): before calling a hook
+    """Compile without Triton's hooks (vLLM sets one that warns of compilation while it serves). Before it calls a hook,
     Triton writes a kernel's constants as JSON, which fails for a dtype inside a tuple."""
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.jit_cache_hook = triton.knobs.runtime.jit_post_compile_hook = None
@@ -155,8 +157,7 @@ def no_compile_hooks() -> Iterator[None]:
 
 
 def ptxas(arch: str) -> list[str]:
-    """Return the assembler and its flags as Triton calls it for an architecture ("sm_90a"), without the names of
-    files."""
+    """Return the assembler and its flags as Triton calls it for an architecture ("sm_90a"), without file names."""
     require()
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -166,9 +167,9 @@ def ptxas(arch: str) -> list[str]:
 
 
 def share_all_memory(compiled: CompiledKernel) -> None:
-    """Configure an SM that runs this kernel to use all of its on-chip memory as shared memory and none as L1 cache. The
-    split is fixed while any program runs on the SM, so a GEMM's programs would not fit next to a kernel that uses no
-    shared memory."""
+    """Configure an SM that runs this kernel to use all of its on-chip memory as shared memory and none of it as L1
+    cache. The split is fixed while any program runs on the SM, so a GEMM's programs would not fit next to a kernel that
+    uses no shared memory."""
     cuda = ctypes.CDLL("libcuda.so.1")
     status = cuda.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, 100)
     if status:
@@ -185,13 +186,15 @@ def repeated(
     values: Mapping[str, object],
     moving: Sequence[str] = (),
 ) -> RepeatedLaunch | None:
-    """Return a function that launches `compiled` again with these arguments. Its arguments are the raw stream and the
-    addresses of the arguments in `moving`, in that order: an integer for a tensor or a descriptor, a tuple for a
-    NamedTuple, and None for an absent argument. Returns None if Triton itself has to launch the kernel.
+    """Return a function that launches `compiled` again with these arguments. The arguments of the returned function are
+    the raw stream and the addresses of the arguments in `moving`, in that order. The address is an integer for a tensor
+    or a descriptor, a tuple for a NamedTuple, and None for an absent argument. The result is None if Triton itself has
+    to launch the kernel.
 
-    Triton binds and specialises every argument and encodes every TMA descriptor on each launch; the returned function
-    does so once, and once for each address of a descriptor. Triton itself launches kernels with scratch memory or
-    instrumentation, kernels with a descriptor that is no TMA descriptor, and all kernels while a launch hook is set.
+    Triton binds and specialises every argument and encodes every TMA descriptor on each launch. The returned function
+    binds and specialises only once, and encodes each descriptor once for each address. Triton itself launches kernels
+    with scratch memory or instrumentation, kernels with a descriptor that is not a TMA descriptor, and all kernels
+    while a launch hook is set.
     """
     run, hooks = compiled.run, triton.knobs.runtime
     if any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
@@ -242,7 +245,7 @@ def repeated(
 
 
 class TensorMaps(dict[object, object]):
-    """The TMA descriptors of matrices of one shape, by address. A descriptor does not keep its matrix alive."""
+    """The TMA descriptors of matrices of one shape, by address. This object does not keep its matrix alive."""
 
     def __init__(self, descriptor: TensorDescriptor, encoding: object) -> None:
         super().__init__()
@@ -265,7 +268,7 @@ class TensorMaps(dict[object, object]):
 
 
 class _Memory(NamedTuple):
-    """A stand-in for a descriptor's base tensor: a descriptor reads only the base's address and dtype."""
+    """A stand-in for a descriptor's base tensor. A descriptor reads only the address and dtype of that tensor."""
 
     address: int
     dtype: torch.dtype
@@ -275,8 +278,9 @@ class _Memory(NamedTuple):
 
 
 def address(value: object, fixed: bool) -> object:
-    """Return an argument in the launcher's form. A fixed NamedTuple stays unchanged: its channel or constants exist as
-    long as its World. A plain tuple's tensors become addresses, so that the launch does not keep their memory alive."""
+    """Return an argument in the launcher's form. A fixed NamedTuple stays unchanged, because its channel or constants
+    exist as long as its World. A plain tuple's tensors become addresses, so that the launch does not keep their memory
+    alive."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if type(value) is tuple or (isinstance(value, tuple) and not fixed):

@@ -1,5 +1,5 @@
-"""The public names of weft, and nothing else. `__init__.py` imports `hf` and `parallel` at their first use: they need
-DTensor, and importing that takes most of a second."""
+"""This module lists the public names of weft, and nothing else. `__init__.py` imports `hf` and `parallel` when they are
+first used: they need DTensor, whose import takes most of a second."""
 
 from typing import TYPE_CHECKING
 

@@ -1,5 +1,5 @@
-"""The properties of GPUs that weft's decisions depend on, by compute capability. weft writes a compute capability as an
-integer, ten times NVIDIA's number: 89 for 8.9."""
+"""The properties of GPUs on which weft's decisions depend, by compute capability. weft writes a compute capability as
+an integer, ten times NVIDIA's number: 89 for 8.9."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ AMPERE, HOPPER = 80, 90
 
 @dataclass(frozen=True)
 class Features:
-    """The features that weft's decisions depend on, for the GPUs of one compute capability.
+    """The features on which weft's decisions depend, for the GPUs of one compute capability.
 
-    shared_kib: the maximum shared memory of a program, in KiB. bf16: mma.sync of bfloat16, and cp.async. e4m3: products
-    and results in float8_e4m3fn. tma: bulk copies by tensor descriptors. multicast: addresses that refer to the memory
-    of all ranks at once. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus: names of such
-    GPUs; threads: most threads on an SM; nvlink: whether ranks have NVLink, and therefore atomics in peers' memory.
+    shared_kib: the maximum shared memory of a program, in KiB. bf16: mma.sync of bfloat16, and cp.async. e4m3: GEMM
+    operands and results in float8_e4m3fn. tma: bulk copies by tensor descriptors. multicast: addresses that refer to
+    the memory of all ranks at once. mma: the instruction of the tensor cores. For checks of compiled kernels, gpus:
+    names of such GPUs; threads: the largest number of threads on an SM; nvlink: whether ranks have NVLink, and
+    therefore atomics in peers' memory.
     """
 
     gpus: str
@@ -56,7 +57,7 @@ FEATURES = {
 
 def features(capability: int) -> Features:
     """Return the features of a GPU of this capability. For a capability that is not in FEATURES, return the features of
-    the next older one, with the smallest shared memory of any entry."""
+    the next older one, with the smallest shared memory of all entries."""
     if capability in FEATURES:
         return FEATURES[capability]
     least = min(known.shared_kib for known in FEATURES.values())
@@ -65,14 +66,14 @@ def features(capability: int) -> Features:
 
 
 def device_capability(device: torch.device | None = None) -> int:
-    """Return the capability that kernels for this GPU are compiled for."""
+    """Return the capability for which kernels for this GPU are compiled."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def capability_of(target: str) -> int:
     """Return the capability as a number: 90 for "sm_90a", "90" or "9.0". Raises WeftError for a target that LLVM may
-    not know, since LLVM would end the process."""
+    not support, because LLVM would end the process."""
     match = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
     capability = int(match[1] + match[2]) if match else 0
     if capability not in FEATURES:
@@ -86,7 +87,8 @@ def dotted(capability: int) -> str:
 
 
 def lacks(capability: int, feature: str, subject: str) -> str | None:
-    """Return why `subject` (a plural noun) cannot run on a GPU of that capability; None if the GPU has the feature."""
+    """Return the reason why `subject` (a plural noun) cannot run on a GPU of that capability; None if the GPU has the
+    feature."""
     if getattr(features(capability), feature):
         return None
     least = min(known for known, can in FEATURES.items() if getattr(can, feature))

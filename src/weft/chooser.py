@@ -7,9 +7,9 @@ and the way in which a decoder's layers run. A `Choice` lists the candidates. Th
                   stays unless a later one is MIN_SPEEDUP times as fast
     predicted     inside a capture, and where ranks share a GPU or are emulated
 
-The stored candidate, or else the predicted one, is the `expected` candidate. It is timed with the other candidates,
-which must be faster than it to be chosen. An op chooses its plan by `Op.choose` (op.py), which reads the stored plan
-(planner/table.py) and asks for `trial` and `remembered`; all other choices are made by `Chooser.choose`.
+The stored candidate, or else the predicted one, is the `expected` candidate. The expected candidate is timed with the
+other candidates, which are chosen only if they are faster. An op chooses its plan by `Op.choose` (op.py), which reads
+the stored plan (planner/table.py) and calls `trial` and `remembered`; `Chooser.choose` makes all other choices.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import torch
 from .timing import CallTime, Clock, cuda_clock, interleaved
 
 TIMES, ROUNDS = 10, 5
-LAUNCH = 500.0  # an upper bound on the time that the host usually needs for a call, in us
-LONG = 40_000.0  # us for a candidate's calls in one round at most; a round has at most TIMES calls
+LAUNCH = 500.0  # an upper bound, in us, on the time that the host usually needs for a call
+LONG = 40_000.0  # the maximum time, in us, of a candidate's calls in one round; a round has at most TIMES calls
 MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
 LAUNCH_MODES = ("eager", "graph")
 
@@ -48,9 +48,9 @@ class Choice(Generic[T]):
     candidates: returns the candidates to time with it, the same on every rank; none if nothing is timed. run: the
     function that runs a candidate. prepare: the function that is called once for each candidate before the candidate
     runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
-    rounds: the number of rounds. host_factor: the factor by which the host's time counts in eager calls. hopeless: a
-    candidate is not timed in rounds if its first timed calls take more than this many times the expected candidate's
-    time."""
+    host_factor: the largest factor by which the host's part of an eager call's time grows in the uses that share the
+    decision. hopeless: a candidate is not timed in rounds if its first timed calls take more than this many times the
+    expected candidate's time."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -60,7 +60,6 @@ class Choice(Generic[T]):
     title: str = ""
     sizes: tuple[int, ...] = ()
     worth: float = MIN_SPEEDUP
-    rounds: int = field(default_factory=lambda: ROUNDS)
     host_factor: float = 1.0
     hopeless: float = math.inf
 
@@ -68,7 +67,7 @@ class Choice(Generic[T]):
 @dataclass(frozen=True)
 class Trial(Generic[T]):
     """The times of the candidates of one choice. times: by candidate, the slowest rank's times. expected: by mode, the
-    expected candidate. faster: by mode, the candidates that were faster than it, the one to choose first."""
+    expected candidate. faster: by mode, the candidates that were faster than it, in the order of choice."""
 
     title: str
     sizes: tuple[int, ...]
@@ -81,7 +80,7 @@ class Trial(Generic[T]):
         return next(iter(self.faster[mode]), self.expected[mode])
 
     def timings(self, mode: str) -> str:
-        """Return the times as a sentence, the fastest candidate before the others."""
+        """Return the times as a sentence that starts with the fastest candidate."""
         us = sorted((time.us(mode), str(candidate)) for candidate, time in self.times.items())
         return "timed at the first call of this size: " + ", ".join(
             f"{candidate} {time:.0f} us" for time, candidate in us
@@ -113,7 +112,7 @@ class Chooser:
     alone: ClassVar[Chooser]  # this process's chooser, for choices that do not involve other ranks
 
     def choose(self, choice: Choice[T], mode: str = "graph") -> T:
-        """Return the candidate to run. For several ranks the first call is collective."""
+        """Return the candidate to run. With several ranks, the first call is collective."""
         self.trial(choice)
         known = self.remembered(choice.key, mode)
         return choice.expected(mode) if known is None else known
@@ -121,17 +120,17 @@ class Chooser:
     def remembered(
         self, key: Hashable, mode: str, usable: Callable[[Any], bool] = lambda candidate: True
     ) -> Any | None:
-        """Return the fastest usable candidate that was timed faster than the expected one, or None."""
+        """Return the fastest usable candidate that was measured to be faster than the expected one, or None."""
         trial = self.trials.get(key)
         return next(filter(usable, trial.faster[mode]), None) if trial else None
 
     def trial(self, choice: Choice[T]) -> Trial[T] | None:
-        """Return the trial of this choice, running it now if there was none; None if nothing is timed."""
+        """Return the trial of this choice, and run it now if there was none; return None if nothing is timed."""
         known = self.trials.get(choice.key)
         if known is not None or self.clock is None:
             return known
         if not self.capturing():
-            candidates = choice.candidates()  # may run some of them, to check their results
+            candidates = choice.candidates()  # may run some candidates to check their results
             known = self._timed(choice, candidates) if candidates else None
             if known is not None:
                 self.trials[choice.key] = known
@@ -152,7 +151,7 @@ class Chooser:
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
         limit = choice.hopeless * min(max(single_calls[way]) for way in expected.values())
         for way, call in single_calls.items():
-            if max(call) > limit and way not in expected.values():  # perhaps only the first timed call was slow
+            if max(call) > limit and way not in expected.values():  # possibly only the first timed call was slow
                 single_calls[way] = min(call, *self._slowest([self.time(choice, way, 1, LAUNCH)]), key=max)
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
 
@@ -161,15 +160,14 @@ class Chooser:
             times = max(1, min(TIMES, int(LONG / gpu)))
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
-        rounds = interleaved(hopeful, sample, choice.rounds)
+        rounds = interleaved(hopeful, sample, ROUNDS)
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
-        counted = {way: CallTime(call.gpu, call.host * choice.host_factor) for way, call in took.items()}
-        faster = {mode: _faster(choice, candidates, counted, mode, expected[mode]) for mode in expected}
+        faster = {mode: _faster(choice, candidates, took, mode, expected[mode]) for mode in expected}
         return Trial(choice.title, choice.sizes, took, expected, faster)
 
     def time(self, choice: Choice[T], candidate: T, times: int, ahead: float) -> CallTime:
-        """Time this rank's calls of a candidate, which all ranks call together."""
+        """Time this rank's calls of a candidate; all ranks call this function together."""
         if self.ranks is not None:
             self.ranks.wait_for_streams()
             self.ranks.exchange(None, "start of a trial")
@@ -185,14 +183,19 @@ class Chooser:
 def _faster(
     choice: Choice[T], candidates: Sequence[T], times: Mapping[T, CallTime], mode: str, expected: T
 ) -> tuple[T, ...]:
-    """Return the candidates that are faster than the expected one. Each is the one to choose without those before
-    it."""
+    """Return the candidates that are faster than the expected one, both as timed and with the host's time multiplied by
+    `host_factor`. Each candidate is the one to choose if all candidates before it are excluded."""
+
+    def is_faster(candidate: T, rival: T, worth: float) -> bool:
+        factors = 1.0, choice.host_factor
+        return all(times[candidate].us(mode, f) * worth < times[rival].us(mode, f) for f in factors)
+
     faster: list[T] = []
     while True:
         best = expected
         for candidate in (candidate for candidate in candidates if candidate not in faster):
             worth = choice.worth if best == expected else MIN_SPEEDUP
-            best = candidate if times[candidate].us(mode) * worth < times[best].us(mode) else best
+            best = candidate if is_faster(candidate, best, worth) else best
         if best == expected:
             return tuple(faster)
         faster.append(best)

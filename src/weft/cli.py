@@ -1,4 +1,4 @@
-"""The `weft` command. It parses arguments, calls the functions that do the work, and prints their results."""
+"""The `weft` command. This module parses arguments, calls the functions that do the work, and prints their results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def progress() -> Progress:
 
 
 def print_line(text: str) -> None:
-    """Print a line that the terminal may wrap but that stays one line when copied."""
+    """Print a line that the terminal may wrap but that remains one line when it is copied."""
     console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -60,7 +60,7 @@ def fail(message: str) -> typer.Exit:
 
 
 def check_folder(path: Path) -> None:
-    """Fail early if the folder of a result does not exist."""
+    """Fail early if the folder of an output file does not exist."""
     if not path.parent.is_dir():
         raise fail(f"{path.parent}: no such folder")
 
@@ -95,7 +95,7 @@ def _weft(
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
 ) -> None:
-    """Print what is installed and found on this machine, and which backend weft will use and why."""
+    """Print the installed packages, the hardware of this machine, the backend that weft will use, and the reason."""
     from .doctor import examine
 
     sections, backend, why = examine(measure=not quick)
@@ -142,8 +142,8 @@ def check(
     ] = "sm_90a",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Skip compiling the kernels that ran.")] = False,
 ) -> None:
-    """Run a kernel on emulated ranks under many schedules, then compile the kernels that ran; exit 1 at the first race,
-    deadlock or wrong result, if no kernel ran, if a kernel does not compile, or if the code breaks a rule of the
+    """Run a kernel on emulated ranks under many schedules, then compile the kernels that ran. Exit with 1 at the first
+    race, deadlock or wrong result, if no kernel ran, if a kernel does not compile, or if the code breaks a rule of the
     protocol."""
     programs = 0
     try:
@@ -205,8 +205,8 @@ def trace(
     seed: int = 0,
     out: Annotated[Path | None, typer.Option(help="Write the timeline to OUT.json and OUT.png.")] = None,
 ) -> None:
-    """Show how long the programs of each rank compute and wait in one emulated run, up to the error if it fails; with
-    --out also write the timeline as JSON for ui.perfetto.dev and as a picture."""
+    """Show how long the programs of each rank compute and wait in one emulated run, up to the error if the run fails.
+    With --out, also write the timeline as JSON for ui.perfetto.dev and as a picture."""
     from .demo import layer
 
     if out is not None:
@@ -256,7 +256,7 @@ def tune(
     ] = None,
     again: Annotated[bool, typer.Option("--again", help="Measure everything again and replace the file.")] = False,
 ) -> None:
-    """Measure this machine for the planner; another run continues where the last one ended. Run it alone or under
+    """Measure this machine for the planner; another run continues where the last run ended. Run it alone or under
     torchrun."""
     import torch
 
@@ -286,7 +286,7 @@ def explain_plan(
     profile: ProfileName = None,
     eager: Annotated[bool, typer.Option("--eager", help="Plan for calls outside CUDA graphs.")] = False,
 ) -> None:
-    """Print the plan that "auto" runs for a size, the reason, and the predicted times of the others."""
+    """Print the plan that "auto" runs for a size, the reason, and the predicted times of the other plans."""
     from .planner.auto import explain
 
     try:
@@ -368,12 +368,12 @@ def bench(
 
 
 def main() -> None:
-    """Run the command. A command that runs a user's file does so in a child process, since the file may end its process
-    with any status, 0 included, before anything is checked."""
+    """Run the command. A command that runs a user's file does so in a child process, because the file may end its
+    process with any status, including 0, before anything is checked."""
     if sys.argv[1:2] not in (["check"], ["trace"]):
         app()
     ended, end = os.pipe()
-    child = os.fork()  # no thread runs yet: no imported module starts one
+    child = os.fork()  # no thread runs yet, because no imported module starts one
     if not child:
         try:
             app()
@@ -382,7 +382,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # end the child; the terminal signals it too
         signal.signal(number, signal.SIG_IGN if number == signal.SIGINT else lambda n, _: os.kill(child, n))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.set_blocking(ended, False)  # processes that the file left running keep the pipe's write end open
+    os.set_blocking(ended, False)  # processes that the file left running keep the write end of the pipe open
     try:
         os.read(ended, 1)
     except BlockingIOError:

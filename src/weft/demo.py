@@ -2,10 +2,11 @@
 
     x shard [M / W, H] -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard [M / W, H]
 
-With two or more GPUs there is one process per GPU and a real shape. It compares sequential (cuBLAS, then NCCL) with
-`auto` and with the computation alone, without communication; the picture shows one call of each plan. Otherwise there
-are four emulated ranks and a small shape. Every plan kind runs under several schedules, each checked for races and
-deadlocks; the picture shows sequential and decomposed on one axis, with times from the shipped profile of four H200s.
+With two or more GPUs there is one process per GPU and a real shape. On GPUs the demo compares sequential (cuBLAS, then
+NCCL) with `auto` and with the computation alone, without communication. The picture shows one call of each plan.
+Otherwise the demo runs four emulated ranks and a small shape. Every plan kind runs under several schedules, each of
+which is checked for races and deadlocks. The picture shows sequential and decomposed on one axis, with times from the
+shipped profile of four H200s.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ KERNELS = {ACTIVATION: "SiLU-mul", "sum_staged": "sum"}  # with their names in t
 PROFILE = "nvidia-h200-x4"  # the shipped profile that supplies the picture's times
 GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # with their names in the picture
 DRAWN = "CUDA graph"  # how the drawn calls are launched
-SHOWN_RANKS = 4  # the most ranks on GPUs that the picture shows
+SHOWN_RANKS = 4  # on GPUs the picture shows at most this many ranks
 HIDDEN = ("silu_mul", "all_gather_gemm", "copied_gemm")  # kernels of the layer's first half; the last one ends it
 TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops in sequence
 
@@ -89,7 +90,8 @@ class DemoLayer:
         return mlp
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's partial sum of the result for all tokens x [M, H], in torch, at the precision of `x`."""
+        """Return this rank's partial sum of the result for all tokens x [M, H], computed in torch at the precision of
+        `x`."""
         w_gate, w_up, w_down = (w.to(x.dtype).T for w in self.weights.values())
         return (torch.nn.functional.silu(x @ w_gate) * (x @ w_up)) @ w_down
 
@@ -105,7 +107,7 @@ def run(picture: Path, bar: Progress) -> DemoResult:
 
 # -- emulator ----------------------------------------------------------------------------------------------------------
 def layer(world: World, plan: str = "fused") -> float:
-    """Run one rank of the emulated demo; return its error against torch in float64."""
+    """Run one rank of the emulated demo, and return its error relative to torch in float64."""
     demo_layer = DemoLayer(world, EMULATED)
     y = demo_layer.module(plan)(demo_layer.x)
     x = torch.cat(world.exchange(demo_layer.x)).double()
@@ -172,8 +174,8 @@ def compared(picture: Path) -> list[str]:
 
 
 def costs_of(profile: Profile) -> Costs:
-    """Return costs that give the emulated GEMMs, copies and collectives the profile's times for the sizes in
-    `REAL`."""
+    """Return costs with which the emulated GEMMs, copies and collectives last as long as the profile says for the sizes
+    in `REAL`."""
     from .emulator.tasks import Costs
 
     parts, (m, h, i) = PartTimes(profile), REAL
@@ -186,7 +188,7 @@ def costs_of(profile: Profile) -> Costs:
 
 
 def on_two_lanes(spans: Sequence[Span]) -> list[Span]:
-    """Return one rank's work without its waits: GEMMs and kernels on a lane of its SMs, copies and collectives on a
+    """Return one rank's work, without its waits: GEMMs and kernels on a lane of its SMs, copies and collectives on a
     lane of its link."""
     half = min(s.start for s in spans if s.name == ACTIVATION)
     out: list[Span] = []
@@ -214,7 +216,7 @@ class RankTimes:
     error: float
     times: dict[str, float]
     spans: list[Span]
-    alone: float = math.nan  # microseconds of the computation without communication, in a CUDA graph
+    alone: float = math.nan  # the time, in us, of the computation without communication, in a CUDA graph
 
 
 def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
@@ -262,8 +264,8 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
 
 
 def staged(spans: Sequence[Span]) -> list[Span]:
-    """Return the spans of the layer under the names of its stages: a GEMM's span names the GEMM, a copy's span names
-    the collective that it belongs to."""
+    """Return the spans of the layer under the names of its stages. A GEMM's span has the GEMM's name, and a copy's span
+    has the name of the collective to which it belongs."""
     half = max((s.end for s in spans if s.detail in HIDDEN), default=0.0)
 
     def named(s: Span) -> Span:
@@ -307,8 +309,8 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> DemoResult:
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
-    """Return the plans' timelines. The title of each is the plan's name and its time without a profiler. results: by
-    rank."""
+    """Return the plans' timelines. The title of each call is the plan's name and its time without a profiler. results:
+    by rank."""
     titled = {}
     for plan, times in results[0].items():
         us, base = times.times[DRAWN], results[0]["sequential"].times[DRAWN]

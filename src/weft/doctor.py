@@ -1,8 +1,8 @@
-"""`weft doctor`: this machine's GPUs, links, measured bandwidth and symmetric memory, and which backend weft uses and
-why.
+"""`weft doctor` prints this machine's GPUs, links, measured bandwidth and symmetric memory, the backend that weft uses,
+and the reason.
 
-One process measures everything. It queries multicast but does not use it: neither weft nor NCCL makes a multicast
-object.
+One process measures everything. `weft doctor` queries multicast support but does not use it: neither weft nor NCCL
+creates a multicast object.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
 
 def examine(measure: bool) -> tuple[dict[str, list[tuple[str, str]]], str, str]:
-    """Return lines of (name, value) by section, the backend that weft will use, and why."""
+    """Return lines of (name, value) by section, the backend that weft will use, and the reason."""
     sections = {"versions": _versions()}
     gpus = torch.cuda.device_count()
     if gpus:
@@ -113,7 +113,7 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
 
 def _attention() -> list[tuple[str, str]]:
     """Return, for each use, the library that gathered attention calls for 32 query heads, 8 key heads and D 128, and
-    why gathered attention does not call the other libraries."""
+    the reasons why it does not call the other libraries."""
     if not torch.cuda.is_available():
         return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
     lines = []
@@ -230,7 +230,7 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
 
 
 def _emulator() -> str | None:
-    """Return why the emulator does not run on this machine; None if it does."""
+    """Return the reason why the emulator does not run on this machine; None if it does."""
     try:
         from . import emulator  # noqa: F401
     except (WeftError, ImportError) as error:

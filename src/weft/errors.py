@@ -10,8 +10,8 @@ class WeftError(RuntimeError):
 
 
 class Timeout(WeftError):
-    """A bounded wait expired. The message names the op, rank, tile, channel and the peer that did not arrive. Every
-    later use of the World raises it again."""
+    """A bounded wait expired. The message names the op, rank, tile and channel, and the peer that did not arrive. Every
+    later use of the World raises this error again."""
 
 
 class Mismatch(WeftError):
@@ -21,9 +21,9 @@ class Mismatch(WeftError):
 
 class Overflow(WeftError):
     """A rank's experts received more rows than `max_rows` or `max_m` allows. The message names the ranks of these
-    experts and the number of dropped rows. The ranks that own the experts and the ranks that own the dropped rows'
-    tokens raise it, in `World.synchronize` or in a later call of an op, after that call's launch. The other ranks have
-    made that later call too, so the caller must not repeat it.
+    experts and the number of dropped rows. Two groups of ranks raise this error: those that own the experts, and those
+    that own the dropped rows' tokens. They raise it in `World.synchronize` or in a later call of an op, after the
+    launch of that call. The other ranks have made that later call too, so the caller must not repeat it.
 
     result: the result of that later call; None for `World.synchronize`.
     """
@@ -39,7 +39,8 @@ class Unsupported(WeftError):
 
 
 class Race(WeftError):
-    """Emulator: neither release/acquire nor stream order orders two accesses to one element, one of them a write."""
+    """Emulator: neither release/acquire nor stream order orders two accesses to one element, one of which is a
+    write."""
 
 
 class Deadlock(WeftError):
@@ -47,10 +48,10 @@ class Deadlock(WeftError):
 
 
 class MemoryFault(WeftError):
-    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory that was never
+    """Emulator: an access outside the tensor from which its pointer is derived, or a read of memory that was never
     written."""
 
 
 class SignalError(WeftError):
-    """Emulator: at the end of a run a channel's counter is above (doubled signal) or below (lost signal) the expected
+    """Emulator: at the end of a run, a channel's counter is above (doubled signal) or below (lost signal) the expected
     value."""

@@ -7,11 +7,11 @@
 
     _staged_sum(world, rows, n, out.dtype)(stream, staging=staging, out_desc=out)
 
-The other arguments change from call to call. They are the kernel's parameters for which the launch fixes no value, or
-only the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. The caller passes all of them
-by name at each call, with their addresses in that call (backends/launcher.py). So no launch can use an address of an
-earlier call or keep a caller's tensor alive. A function decorated with `prepared` depends only on its arguments, which
-are the cache key of its launch; `prepared` refuses tensors among them.
+The other arguments change from call to call. The changing arguments are the kernel's parameters for which the launch
+fixes no value, or fixes only the view of a tensor, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. In
+each call the caller passes all of them by name, with their addresses in that call (backends/launcher.py). Therefore no
+launch can use an address of an earlier call or keep a caller's tensor alive. A function decorated with `prepared`
+depends only on its arguments, which are the cache key of its launch; `prepared` refuses tensors among them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from .symmetric import Stream, outlives_call
 
 Args = ParamSpec("Args")
 Prepared = TypeVar("Prepared")
-# An argument that changes from call to call: a tensor, a NamedTuple with tensors, None, or an integer that the kernel
-# does not specialise.
+# An argument that changes between calls: a tensor, a NamedTuple with tensors, None, or an integer for which the kernel
+# is not specialised.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
 MOST_PREPARED = 8192  # the most prepared objects of a World; each occupies a few hundred bytes, and no GPU memory
@@ -53,7 +53,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Matrices:
-    """The view of a call's tensor as `count` matrices, [count, rows, cols], with blocks inside one matrix."""
+    """The view of a call's tensor as `count` matrices, [count, rows, cols], with blocks that stay inside one matrix."""
 
     count: int
     rows: int
@@ -67,7 +67,7 @@ class Matrices:
 
 @dataclass(frozen=True)
 class Words:
-    """The view of a call's tensor as int32 words; the tensor is contiguous, or one row of any stride."""
+    """The view of a call's tensor as int32 words; the tensor is contiguous, or is one row with any stride."""
 
     def argument(self, t: torch.Tensor) -> torch.Tensor:
         return t.view(-1).view(torch.int32)
@@ -82,9 +82,9 @@ class LaunchTarget(Protocol):
 
 
 class Launch:
-    """A launch of a `weft.jit` kernel, made once and called often. It has `grid` programs, options (`Backend.launch`),
-    and arguments that stay `fixed` as long as the World exists. A call of the object launches the kernel; the caller
-    passes the other arguments (`moving`) by name."""
+    """A launch of a `weft.jit` kernel, created once and called often. A launch has `grid` programs, options
+    (`Backend.launch`), and arguments that remain `fixed` as long as the World exists. A call of the object launches the
+    kernel; the caller passes the other arguments (`moving`) by name."""
 
     def __init__(
         self, machine: LaunchTarget, kernel: JITFunction, grid: int, options: Options, **fixed: object
@@ -93,7 +93,8 @@ class Launch:
         if unknown := fixed.keys() - kernel.arg_names:
             raise TypeError(f"{kernel.__name__} has no parameter {', '.join(sorted(unknown))}")
         self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Matrices | Words)}
-        # The parameters that a call passes: those with a view, and those with neither a fixed value nor a default.
+        # The parameters that a call passes: parameters with a view, and parameters with neither a fixed value nor a
+        # default.
         self.moving = tuple(
             [p.name for p in kernel.params if p.name in self.views or (p.name not in fixed and not p.has_default)]
         )
@@ -137,9 +138,10 @@ class BoundLaunch(NamedTuple):
 
 
 class Ahead:
-    """Loads all kernels of a call before the first of them runs: CUDA may block the loading of a kernel until a running
-    kernel ends, which may wait for the kernel to load. Loads once for each combination of alignments of the caller's
-    tensors, since Triton compiles a separate kernel for addresses that are multiples of 16."""
+    """Load all kernels of a call before the first of them runs: CUDA may delay the loading of a kernel until a running
+    kernel ends, and that kernel may itself wait for the kernel to load. The kernels are loaded once for each
+    combination of alignments of the caller's tensors, because Triton compiles a separate kernel for addresses that are
+    multiples of 16."""
 
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
@@ -166,16 +168,16 @@ class Keeper(Protocol):
     prepared: dict[Hashable, Any]
 
     def forget_prepared(self) -> None:
-        """Drop the prepared objects, so that the next calls make new ones."""
+        """Drop the prepared objects, so that the next calls create new ones."""
 
 
 Keeping = TypeVar("Keeping", bound=Keeper)
 
 
 def prepared(make: Callable[Concatenate[Keeping, Args], Prepared]) -> Callable[Concatenate[Keeping, Args], Prepared]:
-    """Decorate a function that makes an object, such as a Launch, for calls of one kind. The function runs at the first
-    call with given arguments, which are hashable; the World caches the object until memory that calls share has to
-    grow. Raises TypeError for a tensor among the arguments."""
+    """Decorate a function that creates an object, such as a Launch, for calls of one kind. The function runs at the
+    first call with given arguments, which must be hashable. The World caches the object until memory that calls share
+    has to grow. Raises TypeError for a tensor among the arguments."""
 
     @functools.wraps(make)
     def kept(world: Keeping, /, *args: Args.args, **kwargs: Args.kwargs) -> Prepared:

@@ -1,4 +1,4 @@
-"""`init` makes the World of this process's ranks; `spmd` runs one function as N ranks of any backend."""
+"""`init` creates the World of this process's ranks, and `spmd` runs one function as N ranks of any backend."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None, batch_
     check: at each call of an op the hosts wait for each other and compare their calls, so that ranks whose calls differ
     raise Mismatch before anything is launched, with any plan. Without check, kernels compare calls, at no cost, where
     ranks read memory that other ranks wrote; calls that communicate only by NCCL's collectives are not compared (plan
-    "sequential", and "signaled" by NCCL). The replays of a CUDA graph are compared only by the kernels in the graph.
-    None: check if the environment sets WEFT_CHECK=1.
+    "sequential", and "signaled" by NCCL). The replays of a CUDA graph are compared only by kernels in the graph. None:
+    check if the environment sets WEFT_CHECK=1.
 
     batch_invariant: with given weights and ranks, the bits of a row of a result depend on that row of the operands
     alone: not on the other rows or their number, the row's position, the rank that owns it, the plan, or whether a CUDA
-    graph runs. This holds for forward passes of `matmul`, `all_gather_matmul`, `matmul_reduce_scatter`,
+    graph runs. The promise holds for forward passes of `matmul`, `all_gather_matmul`, `matmul_reduce_scatter`,
     `matmul_all_reduce`, `all_reduce`, `all_reduce_rms_norm`, `silu_mul` and `rms_norm` with 16-bit rows. "auto" does
-    not consider plans that break this promise; naming such a plan raises Unsupported, as does every other op. None:
-    true if the environment sets WEFT_BATCH_INVARIANT=1.
+    not consider plans that break this promise. A call that names such a plan raises Unsupported, as does every other
+    op. None: true if the environment sets WEFT_BATCH_INVARIANT=1.
 
     Initialises torch.distributed with NCCL unless it is initialised. Without a launcher the World has one rank, and
-    every op is an ordinary GEMM. Raises RuntimeError without a GPU unless the group is over gloo (`spmd(...,
-    backend="gloo")` makes such a group; `spmd(..., backend="emulated")` needs none).
+    every op is an ordinary GEMM. Raises RuntimeError without a GPU, unless the group is over gloo (`spmd(...,
+    backend="gloo")` creates such a group; `spmd(..., backend="emulated")` needs no group).
     """
     from .backends import gloo
 
@@ -75,7 +75,7 @@ def spmd(
     (the same, but ranks share GPUs if there are fewer GPUs than ranks; do not measure speed with it), "gloo" (CPU
     processes: every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`,
     `nodes`, `ahead`, ...). An exception in one rank ends the other ranks, and `spmd` raises it. Ranks in separate
-    processes get copies of the arguments; ranks in the calling process get the caller's objects.
+    processes receive copies of the arguments; ranks in the calling process receive the caller's objects.
 
     Raises:
         TypeError: fn is not callable, or is an async or generator function, whose body a call does not run.

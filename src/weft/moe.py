@@ -1,4 +1,4 @@
-"""Mixtures of experts, as users import them.
+"""Mixtures of experts, in the form in which users import them.
 
 `moe` runs a layer's experts over the ranks, `gate` computes the routing, `TopKRouter` is a router for `moe`,
 `apply_capacity` and `expert_placement` change the routing, `pack` lays out weights, and `MoE` is the module. `dispatch`

@@ -42,15 +42,15 @@ SEEN_ONCE = "seen once"  # stored instead of the warmed-up plan after the first 
 
 
 def registered(op: Op) -> Op:
-    """Register the op under its name, also for torch.compile, and return it. Raises ValueError if another class has
-    the name, or if the same class had another signature."""
+    """Register the op under its name, also for torch.compile, and return it. Raises ValueError if another class already
+    has the name, or if the same class had a different signature."""
     known = REGISTRY.get(op.name)
     if known is not None and type(known).__qualname__ != type(op).__qualname__:
         raise ValueError(f"an op named {op.name!r} exists: {type(known).__qualname__}")
     if known is not None and (known.signature, known.results) != (op.signature, op.results):
         raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
-    # These cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
+    # The cached properties are computed now, because torch.compile cannot trace the lock that guards their first use.
     _ = op.operands, op.outcomes, op.postprocesses, op.differentiable, op.kinds
     if known is None and op.signature:
         torch_library.register(op, REGISTRY)
@@ -58,7 +58,7 @@ def registered(op: Op) -> Op:
 
 
 def collectives() -> dict[str, str]:
-    """Return, for each op with one GEMM, NCCL's collective before or after the GEMM."""
+    """Return, for each op with one GEMM, the NCCL collective before or after the GEMM."""
     return {name: op.collective for name, op in REGISTRY.items() if op.collective}
 
 
@@ -77,12 +77,12 @@ class Call:
 
     @property
     def rows(self) -> int:
-        """Return M, the number of rows of all ranks. If it is 0 nothing is launched."""
+        """Return M, the number of rows on all ranks. If M is 0, no kernel is launched."""
         raise NotImplementedError
 
     def same_on_all_ranks(self) -> dict[str, Hashable]:
-        """Return the values that must be the same on all ranks, by the names that a Mismatch prints: all fields, unless
-        a class overrides this."""
+        """Return the values that must be the same on all ranks, under the names that a Mismatch prints: all fields,
+        unless a class overrides this method."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -111,93 +111,94 @@ class Op(ABC, Generic[C]):
     name: ClassVar[str]
     # The public function that errors name, if its name differs from the op's.
     public: ClassVar[str] = ""
-    # The operands, then the options, in torch.library's syntax. An op without a signature supports neither
+    # The op's operands, followed by its options, in torch.library's syntax. An op without a signature supports neither
     # torch.compile nor gradients.
     signature: ClassVar[str] = ""
     results: ClassVar[int] = 1
     # The number of tensors that a run also returns for the backward pass (`saved_shapes`, `saved_tensors`) if its last
-    # option, `bool gradient`, is true: `__call__` adds it, and sets it if an operand requires a gradient.
+    # option, `bool gradient`, is true: `__call__` adds this option, and sets it if an operand requires a gradient.
     num_saved: ClassVar[int] = 0
-    # The number of results after the first that are memory of the World; compiled calls copy them.
+    # The number of results after the first one that are memory of the World; compiled calls copy them.
     num_borrowed_outputs: ClassVar[int] = 0
     # The NamedTuple of its operands.
     operand_type: ClassVar[Callable[..., Operands] | None] = None
     # For each plan class that the op supports, the function that prepares its calls (prepared.py).
     runs: ClassVar[Mapping[type[Plan], Prepare]]
-    # For each plan class, the fields that the op refuses because it would have to ignore them.
+    # For each plan class, the fields that the op refuses because it could not apply them.
     unsupported_fields: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}
     # One number for all ops, increased whenever a change alters the decisions of "auto".
     table_version: ClassVar[int] = 0
-    # NCCL's collective before or after the op's one GEMM, and whether it comes before the GEMM and moves its input.
+    # NCCL's collective before or after the op's one GEMM, and whether the collective precedes the GEMM and transfers
+    # its input.
     collective: ClassVar[str] = ""
     gathers: ClassVar[bool] = False
-    # The models of the plan classes with a predictable time, in the order in which the planner tries them.
+    # The cost models of the plan classes with a predictable time, in the order in which the planner tries them.
     costs: ClassVar[Mapping[type[Plan], AnyCost]] = {}
     # For a collective without a GEMM: the bytes that the kernels after NCCL's read and write, divided by the
     # collective's bytes.
     elementwise_passes: ClassVar[float | None] = None
-    # Plans of one kind, of which a different one is fastest for different shapes. `weft tune` measures them, and "auto"
-    # times them on a Hopper GPU without a profile.
+    # Plans of one kind, each of which is the fastest for some shapes. `weft tune` measures them, and "auto" times them
+    # on a Hopper GPU without a profile.
     variants: ClassVar[Sequence[Plan]] = ()
-    # Plans without a model in the planner, which "auto" times at the first call of a size.
+    # Plans without a cost model in the planner, which "auto" times at the first call of a size.
     autotune_plans: ClassVar[Sequence[Plan]] = ()
     # Plans that "auto" times for ranks on several nodes.
     over_nodes: ClassVar[Sequence[Plan]] = ()
-    # The plan of "auto" on ranks with few programs, as in the emulator; or a plan class, for its default plan.
+    # The plan of "auto" on ranks with few programs, as in the emulator; or a plan class, whose default plan is used.
     emulator_plan: ClassVar[Plan | type[Plan]] = Sequential
 
-    # The plans that keep the promise of `weft.init(batch_invariant=True)`. Such a World refuses an op without such
-    # plans.
+    # The plans that keep the promise of `weft.init(batch_invariant=True)`. A batch-invariant World refuses an op
+    # without such plans.
     batch_invariant_plans: ClassVar[tuple[type[Plan], ...]] = ()
 
-    keeps_decisions: ClassVar[bool] = False  # decisions are not kept with the World (`decisions`)
+    keeps_decisions: ClassVar[bool] = False  # decisions that are not kept with the World (`decisions`)
     depends_on_addresses: ClassVar[bool] = False  # decisions depend on `operand_addresses`
-    partial: ClassVar[bool] = False  # a call does not write all elements of its result
-    by_library: ClassVar[bool] = True  # on a World of one rank, library calls run instead of the plan
+    partial: ClassVar[bool] = False  # whether a call leaves some elements of its result unwritten
+    by_library: ClassVar[bool] = True  # on a World of one rank, cuBLAS runs instead of the plan
 
     # -- methods that an operator defines
     @abstractmethod
     def check(self, world: World, operands: Operands, options: CallOptions) -> C:
         """Return the Call. Raise ValueError or TypeError, quoting the arguments, for errors that this rank can detect
-        alone."""
+        by itself."""
 
     @abstractmethod
     def outputs(self, world: World, call: C) -> Shapes:
-        """Return shape and dtype of the result, which the caller may pass as `out=`, and of further results."""
+        """Return the shape and dtype of the result, which the caller may pass as `out=`, and of further results."""
 
     def meta(self, world: World, operands: Operands, options: CallOptions) -> Shapes:
         """Return `outputs` while torch.compile traces, when sizes may be symbols."""
         return self.outputs(world, self.check(world, operands, options))
 
     def fake(self, world: World, operands: Operands, options: CallOptions) -> list[torch.Tensor]:
-        """Return tensors like the results, without values, while torch.compile traces."""
+        """Return tensors that resemble the results, without values, while torch.compile traces."""
         like, results = operands[0], self.meta(world, operands, options)
         return [like.new_empty(shape, dtype=dtype) for shape, dtype in results]
 
     def saved_shapes(self, world: World, call: C, plan: str | Plan) -> Shapes:
-        """Return shapes and dtypes of the tensors that a run saves for the backward pass: at most `num_saved`; a plan
-        may save fewer. plan: the plan that runs, or, while torch.compile traces, the caller's plan."""
+        """Return the shapes and dtypes of the tensors that a run saves for the backward pass: at most `num_saved`; a
+        plan may save fewer. plan: the plan that runs or, while torch.compile traces, the caller's plan."""
         return ()
 
     def saved_tensors(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """Return the tensors that the backward pass needs. results: the results, then the tensors that the run saved.
-        needs: for each operand, whether its gradient is asked for."""
+        needs: for each operand, whether its gradient is requested."""
         return operands
 
     def backward(self, world: World, context: Backward) -> Sequence[torch.Tensor | None]:
-        """Return the operands' gradients, computed by other ops; None for gradients that are not asked for. All ranks
+        """Return the operands' gradients, computed by other ops; None for gradients that are not requested. All ranks
         must communicate in the same way."""
         raise NotImplementedError
 
     def sizes(self, call: C) -> tuple[int, int, int]:
-        """Return M, N, K as the measured table and the planner define them: M counts the rows of all ranks, N and K are
-        those of one rank's GEMM."""
+        """Return M, N, K as the measured table and the planner define them: M counts the rows of all ranks, and N and K
+        are the sizes of one rank's GEMM."""
         return call.rows, 1, 1
 
     def gemm_call(self, m: int, n: int, k: int, received: int | None = None) -> GemmCall:
-        """Return the sizes of a call with one GEMM, for the models of its plans."""
+        """Return the sizes of a call with one GEMM, for the cost models of its plans."""
         return GemmCall(self.collective, self.gathers, m, n, k, received)
 
     def multiply_adds(self, call: C) -> int:
@@ -215,7 +216,7 @@ class Op(ABC, Generic[C]):
     def expected(self, world: World, call: C, mode: str) -> Plan:
         """Return the plan that is stored or predicted as the fastest for such a call. A trial replaces it only by a
         faster plan."""
-        from .planner.auto import auto  # imported here, since the planner imports the registry
+        from .planner.auto import auto  # imported here, because the planner imports the registry
 
         return auto(self.name, world, *self.sizes(call), mode)
 
@@ -225,20 +226,20 @@ class Op(ABC, Generic[C]):
         return world.backend.scale.plan(kind)
 
     def unsupported(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
-        """Return the reason why the plan cannot run this call, or None. It must be the same on every rank. Raise
-        Unsupported for a plan that no call can run on this machine."""
+        """Return the reason why the plan cannot run this call, or None. The reason must be the same on every rank.
+        Raise Unsupported for a plan that cannot run on this machine in any call."""
         return None
 
     def batch_invariance_unsupported(self, world: World, call: C, plan: Plan) -> str | None:
-        """Return why the plan does not keep the promise of `weft.init(batch_invariant=True)` for this call, or None.
-        A World of one rank keeps it, since it sums nothing over ranks."""
+        """Return the reason why the plan does not keep the promise of `weft.init(batch_invariant=True)` for this call,
+        or None. A World of one rank keeps the promise, because it sums nothing over ranks."""
         plans = self.batch_invariant_plans
         if isinstance(plan, plans) or (plans and world.size == 1 and isinstance(plan, Sequential)):
             return None
         return "the order in which it sums a row may depend on the other rows"
 
     def scaling(self, call: C) -> str:
-        """Return how the call's 8-bit operands are scaled; "" for other operands. The planner has no rates for 8-bit
+        """Return the scaling of the call's 8-bit operands; "" for other operands. The planner has no rates for 8-bit
         operands."""
         return ""
 
@@ -259,7 +260,8 @@ class Op(ABC, Generic[C]):
         return tuple(call.same_on_all_ranks().items())
 
     def balanced(self, world: World, call: C, operands: Operands) -> tuple[C, Operands]:
-        """Return the call and operands to time: not the caller's if the time depends on the operands' values."""
+        """Return the call and operands to time. The call and operands differ from the caller's if the time depends on
+        the operands' values."""
         return call, operands
 
     def without_rows(self, world: World, call: C, out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -268,8 +270,8 @@ class Op(ABC, Generic[C]):
         return out, *further, *[None] * (self.results - 1 - len(further))
 
     def without_overlap(self, world: World, plan: Plan, operands: Operands, out: torch.Tensor) -> Operands | None:
-        """Return operands with which the plan can write to `out` although `out` overlaps some of the caller's operands;
-        or None if the plan must write the result to separate memory first."""
+        """Return operands with which the plan can write to `out`, although `out` overlaps some of the caller's
+        operands. Return None if the plan must first write the result to separate memory."""
         return None
 
     def postprocess(
@@ -287,9 +289,9 @@ class Op(ABC, Generic[C]):
         options: CallOptions = (),
         out: torch.Tensor | None = None,
     ) -> Returned:
-        """Run the op, and return the result and further results. out: the tensor to write the result to; such a call
-        is not differentiable. Only eager calls without a gradient read operands beyond the signature; in other calls
-        `postprocess` handles them."""
+        """Run the op, and return the result and further results. out: the tensor to which the result is written; such a
+        call is not differentiable. Only eager calls without a gradient read operands beyond the signature; in other
+        calls `postprocess` handles them."""
         compiling, gradient = torch.compiler.is_compiling(), False
         if type(world) is not World and not compiling:
             check_call(self.title, world, plan)
@@ -395,10 +397,10 @@ class Op(ABC, Generic[C]):
                 known = self._decide(world, plan, operands, options, out, key, decisions, addresses)
             world.begin(known.number, known.launches, capturing)
             results = known(operands, out) if known.noted else known.note(operands, out)
-        except BaseException:  # interrupts included: only the end of a run joins the side streams of its transports
+        except BaseException:  # including interrupts: only the end of a run joins the side streams of its transports
             world.join_side_streams()
             raise
-        world.ran = known  # set last, since this call may have made other calls
+        world.ran = known  # set last, because this call may have made other calls
         return results
 
     def _decide(
@@ -443,7 +445,7 @@ class Op(ABC, Generic[C]):
         return known
 
     def prepared(self, world: World, call: C, plan: Plan, addresses: Hashable = None) -> Prepared[C]:
-        """Return the calls of this shape by this plan, prepared once for all decisions and trials."""
+        """Return the calls of this shape by this plan, which are prepared once for all decisions and trials."""
         kept, key = self.kept(world, call), (self.name, call, plan, addresses)
         if key not in kept:
             if len(world.prepared) >= MOST_PREPARED:
@@ -453,7 +455,7 @@ class Op(ABC, Generic[C]):
         return prepared
 
     def kept(self, world: World, call: C) -> Memo:
-        """Return the store of prepared calls."""
+        """Return the table in which prepared calls are stored."""
         return world.prepared
 
     def prepare(self, world: World, call: C, plan: Plan) -> Run | OwnResult:
@@ -467,13 +469,13 @@ class Op(ABC, Generic[C]):
 
     def waits(self, world: World, plan: Plan | type[Plan]) -> bool:
         """Return whether programs of a call wait for other ranks, or for programs of their launch that have not
-        started. On one rank only the programs of a launch with a grid barrier wait: other launches order their work so
+        started. On one rank, only the programs of a launch with a grid barrier wait. Other launches order their work so
         that no program waits for a later one."""
         return world.size > 1 or plan.grid_barrier
 
     def operand_addresses(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """Return the properties of the addresses of operands and `out` on which a decision depends; they are the same
-        on every rank."""
+        """Return the properties of the addresses of operands and `out` on which a decision depends. The properties are
+        the same on every rank."""
         return None
 
     def compared(self, plan: Plan, addresses: Hashable) -> Mapping[str, Hashable]:
@@ -486,12 +488,12 @@ class Op(ABC, Generic[C]):
 
     def check_same_on_all_ranks(self, world: World, call: C, plan: Plan, **further: Hashable) -> int | None:
         """Raise Mismatch unless all ranks make this call, with this plan and `further` values. Collective at the first
-        call. Returns the call's number for `World.begin`, or None for a call that ranks do not compare.
+        call. Return the call's number for `World.begin`, or None for a call that ranks do not compare.
 
         If all waits of the plan are bounded, the Mismatch may be raised as late as in the next check
         (`World.post_call`): a launch that the other ranks do not make ends with a timeout. An NCCL collective that
         ranks enter with different sizes never ends, and can block a host before any check, for example while CUDA loads
-        a module. A plan with such a collective therefore waits here for all ranks.
+        a module. In a plan with such a collective, this method therefore waits for all ranks.
         """
         if self.public:
             further["op"] = self.name
@@ -511,11 +513,11 @@ class Op(ABC, Generic[C]):
         decisions: Memo,
         addresses: Hashable,
     ) -> bool:
-        """Warm up a later capture: if "auto" runs a different plan inside a CUDA graph, run that plan once, since a
+        """Warm up a later capture: if "auto" runs a different plan inside a CUDA graph, run that plan once, because a
         capture can neither allocate nor compile. The warm-up runs at the second call of a size, because a size that is
-        called once should not pay for a graph that never comes; or at the first call on a side stream, where callers
-        warm up. Return False at a first call that does not warm up: the World does not remember that call, so that all
-        ranks return here together."""
+        called once should not pay for a graph that is never captured. The warm-up also runs at the first call on a side
+        stream, where callers warm up. Return False at a first call that does not warm up. The World does not store that
+        call, so all ranks return here together."""
         key = self._warm_up_key(call, addresses)
         if key not in decisions and not world.backend.on_side_stream():
             decisions[key] = SEEN_ONCE
@@ -524,7 +526,7 @@ class Op(ABC, Generic[C]):
         decisions[key] = in_capture
         if in_capture not in (plan, ready):
             # The current stream may differ between ranks. A rank that warms up alone raises Mismatch here, instead of
-            # waiting for ever in a collective that the other ranks do not enter.
+            # waiting forever in a collective that the other ranks do not enter.
             self.check_same_on_all_ranks(world, call, in_capture, warm_up=True)
             # Ranks cannot exchange messages during the capture itself.
             self.check_same_on_all_ranks(world, call, in_capture, **self.compared(in_capture, addresses))
@@ -534,8 +536,8 @@ class Op(ABC, Generic[C]):
     def _plan_for_capture(
         self, world: World, call: C, plan: Plan, decisions: Memo, addresses: Hashable
     ) -> tuple[Plan, bool]:
-        """Return the plan for a capture, and whether that plan is final. It is `plan`, or the plan of eager calls if
-        there was only one call, or if no capture was expected (`World.may_capture`)."""
+        """Return the plan for a capture, and whether that plan is final. The plan is `plan`, or the plan of eager calls
+        if there was only one call, or if no capture was expected (`World.may_capture`)."""
         eager = self.choose(world, call, "auto", False)
         if not self.may_capture(world, call):
             return eager, True
@@ -552,18 +554,19 @@ class Op(ABC, Generic[C]):
         return world.may_capture(call.rows)
 
     def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
-        """Return the key of a call's warm-up, which does not depend on the operands' layouts: the decisions contain the
-        plan that "auto" ran once because a capture will run it, or SEEN_ONCE. The key is the same on every rank, so
-        that either all ranks warm up or none does."""
+        """Return the key of a call's warm-up, which does not depend on the operands' layouts. Under this key, the
+        decisions contain the plan that "auto" ran once because a capture will run it, or SEEN_ONCE. The key is the same
+        on every rank, so either all ranks warm up or none does."""
         return self.name, "warm-up", tuple(call.same_on_all_ranks().items()), addresses
 
     def warm_up_capture(self, prepared: Prepared[C], operands: Operands, out: torch.Tensor | None) -> None:
-        """Make a call only to prepare later calls. The call does not write `out`, which may overlap an operand."""
+        """Make a call only to prepare later calls. The call does not write to `out`, which may overlap an operand."""
         prepared(operands, None)
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run. If the plan cannot run the call, the op falls back to sequential and logs this once.
-        Ranks of a reference World run only sequential; ranks on several nodes run only TwoLevel or sequential."""
+        """Return the Plan to run. If the plan cannot run the call, the op falls back to sequential, and weft logs this
+        once. Ranks of a reference World run only sequential plans; ranks on several nodes run only TwoLevel or
+        sequential plans."""
         if isinstance(asked, str):
             asked = RENAMED_KINDS.get(asked, asked)
         self.check_plan(asked)
@@ -583,9 +586,9 @@ class Op(ABC, Generic[C]):
         return Sequential()
 
     def _batch_invariant_plan(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan to run on a batch-invariant World: the caller's plan, or, for "auto", its choice or else the
-        first default plan that can run there. Raise Unsupported if there is none: a plan that the caller named has no
-        fallback."""
+        """Return the Plan to run on a batch-invariant World. The Plan is the caller's plan or, for "auto", the op's
+        choice or otherwise the first default plan that can run there. Raise Unsupported if there is no such plan: a
+        plan that the caller named has no fallback."""
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         plans = [Sequential()] if world.size == 1 and self.by_library else [plan]
         if asked == "auto":
@@ -601,16 +604,16 @@ class Op(ABC, Generic[C]):
         return [self.default(world, kind) for kind in self.batch_invariant_plans]
 
     def _reason_against(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
-        """Return why the plan cannot run the call on this World, or None. `unsupported` gives the reasons other than
-        batch invariance."""
+        """Return the reason why the plan cannot run the call on this World, or None. `unsupported` returns the reasons
+        other than batch invariance."""
         if world.batch_invariant and (reason := self.batch_invariance_unsupported(world, call, plan)) is not None:
             return reason
         return None if isinstance(plan, Sequential) else self.unsupported(world, call, plan, asked)
 
     def _between_nodes(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """Return the Plan of ranks on several nodes, between which only NCCL moves data: TwoLevel if the caller asks
-        for it, or if "auto" measured it faster than Sequential; else Sequential. If the caller names another plan,
-        the reason is logged once."""
+        """Return the Plan of ranks on several nodes, between which only NCCL moves data: TwoLevel if the caller
+        requests it, or if "auto" measured it to be faster than Sequential; otherwise Sequential. If the caller names a
+        different plan, the reason is logged once."""
         if asked in (Sequential(), Sequential.kind):
             return Sequential()
         if TwoLevel not in self.runs or world.backend.two_level_unsupported is not None:
@@ -646,7 +649,7 @@ class Op(ABC, Generic[C]):
         return self._timed(world, call, mode) or self.auto(world, call, mode)
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
-        """Return the fastest plan in the trial of such calls that can run this call."""
+        """Return the plan that was fastest in the trial of such calls, among the plans that can run this call."""
 
         def usable(plan: Plan) -> bool:
             return self._reason_against(world, call, plan, "auto") is None
@@ -660,7 +663,7 @@ class Op(ABC, Generic[C]):
 
     def choice(self, world: World, call: C, operands: Operands) -> Choice[Plan]:
         """Return the choice that "auto" makes for such a call. Listing its candidates may be collective."""
-        from .planner.auto import unmeasured  # imported here, since the planner imports the registry
+        from .planner.auto import unmeasured  # imported here, because the planner imports the registry
 
         def candidates() -> Sequence[Plan]:
             if world.multi_node_unsupported is not None:
@@ -668,8 +671,8 @@ class Op(ABC, Generic[C]):
             else:
                 named = *self.candidates(world, call), *unmeasured(self, world, call)
             if world.batch_invariant and len(self.batch_invariant_plans) > 1:
-                # Low-latency rows occupy several times the memory of their data, so an op lists plans with them only
-                # for small sizes.
+                # Low-latency rows occupy several times the memory of their data, so an op lists such plans only for
+                # small sizes.
                 named = *named, *(plan for plan in self._defaults(world) if not is_low_latency(plan))
             fitted = dict.fromkeys(self._with_operand_tiles(call, plan) for plan in named)
             fit = [plan for plan in fitted if self._reason_against(world, call, plan, "auto") is None]
@@ -693,7 +696,8 @@ class Op(ABC, Generic[C]):
             lambda plan: self.check_same_on_all_ranks(world, timed()[0], plan, **self.compared(plan, addresses)),
             trial_title(self.name, self.scaling(call)),
             self.sizes(call),
-            # The smallest call that shares this trial takes the host as long as this call, and the GPU less time.
+            # For the smallest call that shares this trial, the host needs as long as for this call, and the GPU needs
+            # less time.
             host_factor=library_gemm.rows_ratio(),
         )
 
@@ -709,7 +713,7 @@ class Op(ABC, Generic[C]):
                 raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
     def has(self, plan: Plan) -> bool:
-        """Return whether the op has the plan, and refuses none of its fields."""
+        """Return whether the op supports the plan and refuses none of its fields."""
         try:
             self.check_plan(plan)
         except ValueError:
@@ -725,12 +729,12 @@ class Op(ABC, Generic[C]):
         return classes
 
     def dense_operands(self, plan: Plan, operands: Operands) -> Operands:
-        """Return the operands in a layout that the plan accepts, copying operands that are not dense."""
+        """Return the operands in a layout that the plan accepts. Operands that are not dense are copied."""
         return type(operands)(*bulk(operands)) if self.operand_type is not None else tuple(bulk(operands))
 
 
 class Local(Op[C]):
-    """An op without waits between ranks: it has one plan, and ranks compare nothing."""
+    """An op without waits between ranks. Such an op has one plan, and ranks compare nothing."""
 
     def expected(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()

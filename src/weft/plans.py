@@ -14,13 +14,14 @@ POWERS_OF_TWO = (
 )
 
 KINDS: dict[str, type[Plan]] = {}  # for each kind, its class or the base of its classes
-RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which are still read
-REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, which are read if they have this value
+RENAMED_KINDS = {"awaiting": "flag_gated"}  # old names, which can still be read
+REMOVED_FIELDS = {"push_programs": 0, "batch": 1}  # old fields, which are read only if they have this value
 CLASSES: dict[str, type[Plan]] = {}  # the classes by name
 
 
 def _check_fields(title: str, instance: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
-    """Raise TypeError if a field's type differs from its default's, ValueError if a number is out of range."""
+    """Raise TypeError if a field's type differs from the type of its default, and ValueError if a number is out of
+    range."""
     for field in fields(instance):
         name = field.name
         default: Any = field.default
@@ -51,7 +52,7 @@ def _call_of(instance: TileShape | Plan) -> str:
 class TileShape:
     """The tile of a GEMM that one program computes at a time: block_m x block_n elements, in steps of block_k along K.
 
-    warps: warps of the program. stages: K steps that the program holds in shared memory at once.
+    warps: warps of the program. stages: the number of K steps that the program holds in shared memory at once.
     """
 
     block_m: int = 128
@@ -85,18 +86,19 @@ NARROW = GemmTile(block_n=128, warps=4)  # two programs of this tile fit on an S
 class Plan:
     """Base of all plans. `kind` names the family of the plan; the fields are the parameters of one kernel, which uses
     all of them. If a kind has several classes, each is the plan of a different kernel, and all have one abstract base.
-    Raises TypeError if a field's type differs from its default's, ValueError if a number is out of range."""
+    Raises TypeError if a field's type differs from the type of its default, and ValueError if a number is out of
+    range."""
 
     kind: ClassVar[str] = ""
     variant: ClassVar[str] = ""  # a word that distinguishes the class from the other classes of its kind
-    abstract: ClassVar[bool] = True  # a class that sets this itself has no instances
+    abstract: ClassVar[bool] = True  # a class that sets this field itself has no instances
     may_be_0: ClassVar[tuple[str, ...]] = ()  # names of fields that may be 0; all other numbers are at least 1
-    grid_barrier: ClassVar[bool] = False  # all programs of a launch wait for each other, also with one rank
-    bounded: ClassVar[bool] = False  # all waits for other ranks are in weft's kernels, which time out
+    grid_barrier: ClassVar[bool] = False  # whether all programs of a launch wait for each other, even with one rank
+    bounded: ClassVar[bool] = False  # whether all waits for other ranks are in weft's kernels, which time out
 
     def __init_subclass__(cls) -> None:
         base, namesake = KINDS.get(cls.kind, cls), CLASSES.get(cls.__name__, cls)
-        again = base.__qualname__ == cls.__qualname__  # true also if its module is loaded a second time
+        again = base.__qualname__ == cls.__qualname__  # also true if the class's module is loaded a second time
         if not again and not issubclass(cls, base):
             raise TypeError(f"{cls.__qualname__}: {base.__qualname__} is the plan of kind {cls.kind!r}")
         if (namesake.__qualname__, namesake.kind) != (cls.__qualname__, cls.kind):
@@ -117,7 +119,7 @@ class Plan:
     @property
     def family(self) -> str:
         """Return the name of the plans whose measured times are fitted together: the plans of one kind, of one fused
-        class, or the signaled plans with groups that copy engines move."""
+        class, or the signaled plans whose groups copy engines transfer."""
         return self.kind
 
     def to_json(self) -> str:
@@ -175,9 +177,10 @@ class Decomposed(Plan):
     power of two that divides the number of shards before the group. Reduce-scatter and all-reduce use the reverse
     order, which ends with this rank's shard. Empty: each shard is a group. pieces: reduce-scatter makes `pieces` passes
     over all shards, each over a part of their rows (if every group is one shard and the rows divide evenly), so that
-    only the last part's sum is left at the end. The other ops refuse more than 1.
+    only the last part's sum is left at the end. The other ops refuse a value above 1.
 
-    All-reduce and norm without a GEMM, where copy engines carry the rows to their owners and back, refuse both fields.
+    All-reduce with norm but without a GEMM, where copy engines transfer the rows to their owners and back, refuses both
+    fields.
     """
 
     kind: ClassVar[str] = "decomposed"
@@ -210,8 +213,8 @@ class FusedGather(Fused):
     chunks of block_m rows that a tile reads (ops/all_gather_matmul/kernels.py).
 
     per_sm: programs of the launch on every SM. flatten: the loops over tiles and over K are one loop, so that a tile's
-    epilogue overlaps the next tile's loads. pull_programs: programs that pull; `split` of them share a chunk. Each
-    pulls blocks of pull_rows x block_n / 2 elements, with pull_stages blocks in flight.
+    epilogue overlaps the next tile's loads. pull_programs: programs that pull; `split` of them share a chunk. Each of
+    these programs pulls blocks of pull_rows x block_n / 2 elements, with pull_stages blocks in flight.
     """
 
     per_sm: int = 1
@@ -241,7 +244,8 @@ class FusedReduce(Fused):
 
     forward_programs: programs of the small kernel, at most a quarter of the SMs, that notify the owners of finished
     tiles and then pull too; a smaller number spaces out the pulling. pull_programs: further programs, which only pull.
-    A pulled block is pull_rows (at most block_m) x block_n / 2 elements; each program has pull_stages blocks in flight.
+    A pulled block has pull_rows (at most block_m) x block_n / 2 elements; each program has pull_stages blocks in
+    flight.
     """
 
     abstract = True
@@ -254,7 +258,7 @@ class FusedReduce(Fused):
 
 @dataclass(frozen=True)
 class FusedReduceScatter(FusedReduce):
-    """GEMM + reduce-scatter. A program sums one half tile after another."""
+    """GEMM + reduce-scatter. A program sums one half tile after the other."""
 
 
 @dataclass(frozen=True)
@@ -270,8 +274,8 @@ class FusedAllReduce(FusedReduce):
 
 @dataclass(frozen=True)
 class FusedAllToAll(Fused):
-    """GEMM + all-to-all by a routing that only the device knows: the GEMM's epilogue stores each row on its destination
-    rank (ops/matmul_all_to_all_routed/kernels.py)."""
+    """GEMM + all-to-all with a routing that only the device knows: the GEMM's epilogue stores each row on its
+    destination rank (ops/matmul_all_to_all_routed/kernels.py)."""
 
 
 @dataclass(frozen=True)
@@ -309,8 +313,8 @@ class Persistent(Plan):
 @dataclass(frozen=True)
 class FlagGated(Plan):
     """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls
-    (`integrations.quack.flag_gated`). That wait has no timeout; it ends because the copies follow a bounded barrier and
-    wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+    (`integrations.quack.flag_gated`). That wait has no timeout. The wait ends because the copies follow a bounded
+    barrier and wait for no other rank. Needs weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
 
     tile_m, tile_n, cluster_m, pingpong: settings of the GEMM (`library_gemm.Form`).
     """
@@ -422,16 +426,18 @@ class Signaled(Plan):
     """One persistent GEMM that signals groups of finished tiles; each signal starts an NCCL collective on that group
     (FlashOverlap).
 
-    groups: the number of waves of tiles in each group, in the order of computation. If the GEMM has more waves than the
-    groups together, the last group gets the rest; if it has fewer, the groups at the end are shortened or dropped.
-    Empty: up to four groups, of which the last has one wave. ctas: most CTAs of the communicator; the GEMM runs one
-    program on each remaining SM, and a wave is one tile of each program. copies: copy engines move the groups instead
-    of NCCL (not for all-reduce); `ctas` is then the number of SMs left for waits. tile: the GEMM's tile.
+    groups: the number of waves of tiles in each group, in the order of computation. If the GEMM has more waves than all
+    groups together, the last group also contains the remaining waves; if it has fewer, the groups at the end are
+    shortened or dropped. Empty: up to four groups, of which the last has one wave. ctas: most CTAs of the communicator;
+    the GEMM runs one program on each remaining SM, and a wave is one tile of each program. copies: copy engines move
+    the groups instead of NCCL (not for all-reduce); `ctas` is then the number of SMs left for waits. tile: the GEMM's
+    tile.
     """
 
     kind: ClassVar[str] = "signaled"
     groups: tuple[int, ...] = ()
-    # NCCL takes 13% to 25% longer for 64 MiB on 16 CTAs than on 24 to 32, and 46% to 120% on 8 (4 H200, 2026-11).
+    # NCCL needs 13% to 25% more time for 64 MiB on 16 CTAs than on 24 to 32, and 46% to 120% more on 8 (4 H200,
+    # 2026-11).
     ctas: int = 16
     copies: bool = False
     tile: GemmTile = GemmTile()
@@ -443,12 +449,12 @@ class Signaled(Plan):
 
 @dataclass(frozen=True)
 class TwoLevel(Plan):
-    """The op runs on each of several equal nodes (`World.levels`) by the plan that "auto" chooses for that node.
+    """The op runs on each of several equal nodes (`World.levels`) with the plan that "auto" chooses for that node.
     Between nodes, NCCL moves data among ranks with the same local rank, on a stream of its own, while the node computes
     (transport/two_level.py).
 
     pieces: number of parts of a shard's rows, which are transferred and computed one after another. GEMM + all-to-all
-    refuses more than 1.
+    refuses a value above 1.
     """
 
     kind: ClassVar[str] = "two_level"
@@ -554,7 +560,7 @@ def is_low_latency(plan: Plan) -> TypeGuard[LowLatencyShot]:
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
-    """Return the number of waves of each group, for a GEMM of `waves` waves (`Signaled.groups`)."""
+    """Return the number of waves in each group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:
         parts = min(3, waves - 1)
         even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []
@@ -566,5 +572,5 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     return (*out[:-1], out[-1] + waves - sum(out))
 
 
-# Two programs on an SM: one program's epilogue overlaps the other's main loop.
+# Two programs run on an SM: one program's epilogue overlaps the other program's main loop.
 TWO_AN_SM = FusedGather(tile=NARROW, per_sm=2, pull_stages=6, pull_programs=8)

@@ -1,6 +1,6 @@
 """Calls are prepared once: the first call computes everything that depends only on shapes, dtypes and options.
 
-For each plan class an op has a function of the World, the call and the plan. The function makes the objects that all
+For each plan class, an op has a function of the World, the call and the plan. The function makes the objects that all
 calls share (channels, memory, launches) and returns the run of one call, which is a function of the operands and the
 tensor for the result.
 
@@ -9,7 +9,7 @@ tensor for the result.
         return lambda operands, out: launch(world.current_stream(), x=operands[0], out=out)
 
 A run returns None, or the tuple of the results after the first. After memory that calls share has grown, the function
-makes a new run.
+creates a new run.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="Call")
 T = TypeVar("T")
-Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple if the op names them (`Op.operand_type`)
+Operands: TypeAlias = Any  # tensors, with None for an absent one; a NamedTuple if the op names them (`Op.operand_type`)
 Returned: TypeAlias = Any  # a tensor or a tuple, which the op's docstring describes
 Run: TypeAlias = Callable[[Operands, torch.Tensor], Returned]  # (operands, out): writes out, returns further results
 
 
 class OwnResult(NamedTuple):
-    """A run that can allocate its result itself, as a library call does: the caller may pass None as `out`. The run
-    returns the tuple of all results."""
+    """A run that can allocate its result itself, as a call of cuBLAS or NCCL does: the caller may pass None as `out`.
+    The run returns the tuple of all results."""
 
     run: Callable[[Operands, torch.Tensor | None], tuple[Returned, ...]]
 
@@ -86,7 +86,7 @@ class Prepared(Generic[C]):
         self._own_result = False
 
     def forget(self) -> None:
-        """Drop the run, which refers to memory that calls share, so that the next call prepares a new one."""
+        """Drop the run, which refers to memory that calls share, so that the next call prepares a new run."""
         self._run = None
 
     def _prepare(self) -> Callable[..., Returned]:
@@ -94,7 +94,7 @@ class Prepared(Generic[C]):
         with outlives_call():
             run = self.op.prepare(self.world, self.call, self.plan)
         self._own_result = isinstance(run, OwnResult)
-        # Look these methods up once, not in each call.
+        # Look these methods up once, and not in each call.
         world = self.world
         self._empty, self._current_stream, self._finish = world.empty, world.current_stream, world.backend.finish
         self.world.prepared_calls.add(self)
@@ -120,7 +120,7 @@ class Prepared(Generic[C]):
         return results if len(results) > 1 else results[0]
 
     def _to(self, out: torch.Tensor, operands: Operands, run: Callable[..., Returned]) -> tuple[Returned, ...]:
-        """Write the result to `out`, and return all results. The run writes to separate memory first if `out` is not
+        """Write the result to `out`, and return all results. The run first writes to separate memory if `out` is not
         aligned for bulk stores, or overlaps an operand that other programs may still read."""
         op, world = self.op, self.world
         check_output(op.title, world, out, self._shape, self._dtype)
@@ -135,7 +135,7 @@ class Prepared(Generic[C]):
         return (out, *(further[1:] if self._own_result else further or ()))
 
     def note(self, operands: Operands, out: torch.Tensor | None) -> Returned:
-        """Make a call, and note its launches that wait for other ranks."""
+        """Make a call, and note those of its launches that wait for other ranks."""
         with self.world.backend.note_launches() as notes:
             results = self(operands, out)
         self.launches, self.noted = notes.launches, True

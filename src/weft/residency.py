@@ -1,14 +1,14 @@
-"""The rule for which calls may be on a GPU at once.
+"""The rule that determines which calls may be on a GPU at once.
 
-A program that waits occupies its SM. If the launches of two calls, on two streams, do not all fit on the SMs together,
-one rank may start the programs of the first call and another rank the programs of the second; each call then waits for
-programs for which no SM has room. So a `Ledger`, which all Worlds of a device's ranks share, records the device's calls
-with programs that wait. A call that might not fit on the SMs together with earlier calls of other streams starts after
-them (`World.order_residents`).
+A program that waits occupies its SM. Suppose that the launches of two calls, on two streams, do not all fit on the SMs
+together. Then one rank may start the programs of the first call and another rank the programs of the second; each call
+then waits for programs for which no SM is free. Therefore a `Ledger`, which all Worlds of a device's ranks share,
+records the device's calls with programs that wait. A call that might not fit on the SMs together with earlier calls on
+other streams starts after these calls (`World.order_residents`).
 
 A call waits in this way only for calls that the host made before it. All ranks make their calls in one order, so the
-first unfinished call waits for no other call, and finds room on every rank: the ledger admitted the concurrent calls
-together with it. This call ends, and then the other calls do in turn.
+first unfinished call waits for no other call. The first unfinished call finds free SMs on every rank, because the
+ledger admitted the concurrent calls together with it. The first call ends, and then the other calls end in turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-MOST = 1024  # the most combinations of launches that are examined; if there are more, calls run one after another
+MOST = 1024  # the largest number of examined combinations of launches; beyond it, calls run one after another
 
 
 class ResidentPrograms(NamedTuple):
@@ -37,22 +37,22 @@ UNKNOWN: Launches = ()
 
 
 class SMs(NamedTuple):
-    """The SMs of a device, and the room on each, in the units of `ResidentPrograms.taken`."""
+    """The SMs of a device, and the free resources on each SM, in the units of `ResidentPrograms.taken`."""
 
     number: int
     room: tuple[int, ...]
 
     def fit(self, launches: Sequence[ResidentPrograms]) -> bool:
-        """Return whether all programs of these launches find room, in any order of their starts and on any SMs."""
+        """Return whether all programs of these launches fit, for any order of their starts and on any SMs."""
         collectives = {launch.communicator: launch for launch in launches if launch.communicator is not None}
         launches = [launch for launch in launches if launch.communicator is None] + [*collectives.values()]
         return all(self._always_starts(launch, launches) for launch in launches)
 
     def _always_starts(self, launch: ResidentPrograms, launches: Sequence[ResidentPrograms]) -> bool:
-        """Return whether the last program of `launch` finds an SM beside all other programs. An SM lacks room for that
-        program if the programs there occupy more of one resource than that program leaves over. Each of them
-        contributes its share of that remainder, at most 1; so the number of SMs without room is at most the sum of all
-        shares."""
+        """Return whether the last program of `launch` fits on an SM beside all other programs. An SM has no room for
+        that program if the programs on the SM occupy more of one resource than that program leaves free. Each of the
+        other programs contributes its share of that remainder, at most 1. The number of SMs without room is therefore
+        at most the sum of all shares."""
 
         def share(programs: ResidentPrograms) -> float:
             return max(
@@ -70,11 +70,11 @@ class Ledger:
         self._sms = sms
         self._calls: dict[Hashable, set[Launches]] = {}  # the calls of each stream
         # By stream, the calls of each other stream that may still run: the calls made since this stream last waited for
-        # the other.
+        # the other stream.
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
         self.last_stream: Hashable = None
-        self.recent: set[Launches] = set()  # the calls on `last_stream` made since the last call on another stream
+        self.recent: set[Launches] = set()  # the calls on `last_stream` made since the last call on a different stream
 
     def enter(self, stream: Hashable, launches: Launches) -> list[Hashable]:
         """Record a call on a stream, and return the streams that the call has to wait for."""
@@ -85,7 +85,7 @@ class Ledger:
         if running is None:
             running = self._running[stream] = {peer: set(calls) for peer, calls in self._calls.items()}
         self._calls.setdefault(stream, set()).add(launches)
-        for peer, calls in list(self._running.items()):  # a copy, since another thread may add an entry
+        for peer, calls in list(self._running.items()):  # a copy, because another thread may add an entry
             if peer != stream:
                 calls.setdefault(stream, set()).add(launches)
         key = launches, *(frozenset(calls) for calls in running.values())
@@ -132,8 +132,8 @@ class Notes:
 
 
 class Noting:
-    """The running calls of one rank that note their launches; `listen`, if set, is called with True when there are such
-    calls, else with False."""
+    """The running calls of one rank that note their launches. `listen`, if set, is called with True when there are such
+    calls, and otherwise with False."""
 
     def __init__(self, listen: Callable[[bool], None] = lambda noting: None) -> None:
         self._notes: list[Notes] = []

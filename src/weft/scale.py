@@ -1,5 +1,5 @@
 """The sizes of the pieces of work that kernels process: one set for a GPU, and a set of small sizes for ranks with few
-programs, as in the emulator. A backend sets its World's scale, and ops read the scale, so that no op asks which backend
+programs, as in the emulator. A backend sets its World's scale, and ops read the scale, so no op tests which backend
 runs it."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Scale:
     sent_routes: int = 1024
     section: int = 128
     counts: int = 4096
-    placed_elements: int = 32 * 8 * 32  # 32 elements a thread, 8 warps
+    placed_elements: int = 32 * 8 * 32  # 32 elements per thread, 8 warps
     gradient_block: tuple[int, int] = (4, 256)
     sum_block: tuple[int, int] = (32, 64)
     programs_between_gemms: int = 5

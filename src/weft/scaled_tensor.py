@@ -14,8 +14,8 @@ SCALE_BLOCK = 128  # with recipe "block", the columns of a row, and the rows and
 class ScaledTensor(NamedTuple):
     """An 8-bit matrix with its scales.
 
-    The matrix is `values`, each element times its scale. values: torch.float8_e4m3fn [R, K]. scales: float32. recipe:
-    which elements share a scale.
+    The matrix is `values`, with each element multiplied by its scale. values: torch.float8_e4m3fn [R, K]. scales:
+    float32. recipe: selects the elements that share a scale.
 
         "tensor"    all of them: [1]
         "row"       a row: [R, 1] or [R], of a weight also [1, R]
@@ -28,7 +28,7 @@ class ScaledTensor(NamedTuple):
     recipe: str
 
     def dequantized(self, rows: int = 1) -> torch.Tensor:
-        """Return the values in float32. rows: rows that share a scale by block: 128 for a weight."""
+        """Return the values in float32. rows: the number of rows that share a block scale: 128 for a weight."""
         scales = self.scales
         if self.recipe == "row":
             scales = scales.view(-1, 1)
@@ -38,15 +38,15 @@ class ScaledTensor(NamedTuple):
 
 
 def scales_shape(recipe: str, rows: int, columns: int, block_rows: int) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix. block_rows: rows that share a scale by block."""
+    """Return the shape of the scales of a matrix. block_rows: the number of rows that share a block scale."""
     by_block = -(-rows // block_rows), columns // SCALE_BLOCK
     return {"tensor": (1,), "row": (rows, 1), "block": by_block}[recipe]
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How a product of 8-bit operands is computed. recipe: the operands' `ScaledTensor.recipe`. fast_accum: sums stay
-    in the tensor cores' accumulators, except with recipe "block", which always adds them in float32."""
+    """The way in which a GEMM of 8-bit operands is computed. recipe: the operands' `ScaledTensor.recipe`. fast_accum:
+    sums stay in the tensor cores' accumulators, except with recipe "block", which always adds them in float32."""
 
     recipe: str
     fast_accum: bool = False
@@ -61,5 +61,5 @@ class Scaling:
         return self.by_block or not self.fast_accum
 
     def scales_in_row(self, k: int) -> int:
-        """Return the number of scales of a row of x with k elements; 0 if one scale serves the whole tensor."""
+        """Return the number of scales for a row of x with k elements; 0 if one scale serves the whole tensor."""
         return {"tensor": 0, "row": 1, "block": k // SCALE_BLOCK}[self.recipe]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Span:
-    """An interval on one track of one rank. start, end: microseconds on a GPU; in the emulator virtual time, in kB
-    touched by one SM."""
+    """An interval on one track of one rank. start, end: microseconds on a GPU; in the emulator, virtual time, in kB
+    that one SM reads or writes."""
 
     rank: int
     # In the emulator "kernel:3" (program 3; on a side stream, "kernel (pull):3"), "stream:main", "stream:copy", "host".

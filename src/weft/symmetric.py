@@ -1,4 +1,4 @@
-"""Symmetric memory, which every rank allocates and all ranks address, and helpers for the memory and streams of a
+"""Symmetric memory, which every rank allocates and all ranks can address, and helpers for the memory and streams of a
 World."""
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-Stream: TypeAlias = Any  # torch.cuda.Stream, or the emulator's: only the backend itself interprets it
+Stream: TypeAlias = Any  # torch.cuda.Stream or the emulator's stream; only the backend itself interprets it
 
 VIEWS = 4096  # cached views of one symmetric tensor
 
 
 def outlives_call() -> AbstractContextManager[None]:
-    """Return a context manager for making objects that a World keeps, outside the torch modes of the call that first
-    needs them: outside inference mode, torch refuses writes to tensors that were made in it."""
+    """Return a context manager for creating objects that a World keeps. The context manager suspends the torch modes of
+    the call that first needs the objects: outside inference mode, torch refuses writes to tensors that were created in
+    it."""
     return _outside_inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
 
 
@@ -55,7 +56,7 @@ def check_tensors(caller: str, *tensors: object) -> None:
 
 @dataclass(frozen=True, eq=False)
 class SymmetricTensor:
-    """Memory of one shape on every rank, addressable by all of them.
+    """Memory with one shape on every rank, which all ranks can address.
 
     `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor that this rank can read and write
     (`peers[rank]` is `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for
@@ -72,8 +73,8 @@ class SymmetricTensor:
     )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """Return the bytes from byte `offset` on with this shape and dtype on every rank. A view at offset 0 is cached,
-        since every eager call asks for it."""
+        """Return, on every rank, the bytes from byte `offset` on, with this shape and dtype. A view at offset 0 is
+        cached, because every eager call requests it."""
         key = (tuple(shape), dtype)
         if offset == 0 and key in self._views:
             return self._views[key]

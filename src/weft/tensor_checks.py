@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .world import World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Tensor, shape and dtype by name; None in a shape allows any size.
+# The tensor, shape and dtype by name; None in a shape allows any size.
 Expected = Mapping[str, tuple[torch.Tensor | None, tuple[int | None, ...], torch.dtype]]
 
 
@@ -22,7 +22,8 @@ def dims(t: torch.Tensor) -> str:
 
 
 def check_device(op: str, world: World, name: str, t: object) -> None:
-    """Raise TypeError for an object that is not a tensor, ValueError for a tensor that is not on this rank's device."""
+    """Raise TypeError for an object that is not a tensor, and ValueError for a tensor that is not on this rank's
+    device."""
     if not isinstance(t, torch.Tensor):
         raise TypeError(f"{op}: {name} must be a tensor on {world.device}, got {type(t).__name__}")
     if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
@@ -37,8 +38,8 @@ def check_devices(op: str, world: World, operands: Mapping[str, object]) -> None
 
 
 def check_operands(op: str, world: World, expected: Expected) -> None:
-    """Raise the errors of `check_device`, ValueError for a tensor with an unexpected shape, TypeError for a tensor with
-    an unexpected dtype. The error names the first wrong operand. An operand may be None."""
+    """Raise the errors of `check_device`, ValueError for a tensor with an unexpected shape, and TypeError for a tensor
+    with an unexpected dtype. The error names the first wrong operand. An operand may be None."""
     for name, (t, shape, dtype) in expected.items():
         if t is None:
             continue
@@ -51,8 +52,8 @@ def check_operands(op: str, world: World, expected: Expected) -> None:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """Return `t` contiguous, at an address aligned for bulk copies, and with allocated memory even if it has no
-    elements."""
+    """Return `t` as a contiguous tensor, at an address aligned for bulk copies, and with allocated memory even if it
+    has no elements."""
     t = t.contiguous()
     return t if bulky(t) else t.clone()
 

@@ -1,12 +1,12 @@
-"""This module makes operators of `torch.library`, with gradients, from the definitions of ops (`op.Op`).
+"""This module creates operators of `torch.library`, with gradients, from the definitions of ops (`op.Op`).
 
-Eager calls that need a gradient go through an autograd.Function straight to the op, because the dispatcher would add
-host time to every call. Compiled calls go through `torch.ops.weft.<name>`, whose arguments contain the World by name,
+Eager calls that need a gradient pass through an autograd.Function directly to the op, because the dispatcher would add
+host time to every call. Compiled calls pass through `torch.ops.weft.<name>`, whose arguments contain the World by name,
 the plan as text, and an empty tensor for an absent operand. An eager call's autograd graph keeps the call and plan that
 the forward pass ran; for a compiled call the World stores both (`World.forward_passes`) under arguments that
 `<name>_backward` also receives.
 
-The loss of the whole model is the sum of the losses that the ranks compute from their own outputs; an all-reduced
+The loss of the whole model is the sum of the losses that the ranks compute from their own outputs. An all-reduced
 output, which every rank has, counts once. A backward pass communicates if the requested gradients need it, so all ranks
 must request the gradients of the same operands.
 """
@@ -39,12 +39,12 @@ Maybes = Sequence[Maybe]
 SymInts = Sequence[int]  # symbols while torch.compile traces
 Needs = Sequence[bool]
 Results = Maybe | tuple[Maybe, ...]
-CallOptions = tuple[Any, ...]  # a call's arguments after its operands, of the types in its op's signature
-Context: TypeAlias = Any  # torch's context, which takes any attribute
+CallOptions = tuple[Any, ...]  # a call's arguments after its operands, with the types in its op's signature
+Context: TypeAlias = Any  # torch's context, which accepts any attribute
 
 LIBRARY = torch.library.Library("weft", "DEF")
-# cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: the first call allocates tensors that outlive
-# it, in memory that Inductor would reuse. A manual capture works after two calls outside the capture.
+# cudagraph_unsafe excludes the ops from the graphs that Inductor captures: the first call allocates tensors that
+# outlive it, in memory that Inductor would reuse. A manual capture works after two calls outside a capture.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
@@ -96,8 +96,8 @@ def _texts_of(instance: Plan | TileShape, prefix: str) -> list[str]:
 
 
 def _constant(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
-    """Return a field's value as a constant. In a graph with dynamic shapes an int of a plan is a symbol, which has no
-    text, until `index` converts it."""
+    """Return a field's value as a constant. In a graph with dynamic shapes, an int of a plan is a symbol, which has no
+    text until `index` converts it."""
     if isinstance(value, tuple):
         return tuple([index(number) for number in value])
     return value if isinstance(value, bool) else index(value)
@@ -105,7 +105,7 @@ def _constant(value: int | tuple[int, ...]) -> int | tuple[int, ...]:
 
 @functools.lru_cache
 def plan_of(plan: str) -> str | Plan:
-    """Return the Plan of a text, or a kind's name unchanged."""
+    """Return the Plan that a text describes, or the unchanged name of a kind."""
     name, *texts = plan.split(";")
     if name not in CLASSES:
         return plan
@@ -121,13 +121,13 @@ def plan_of(plan: str) -> str | Plan:
 
 
 def plain(option: object) -> object:
-    """Return an option in hashable form: a list as a tuple of ints."""
+    """Return an option in hashable form: a list becomes a tuple of ints."""
     return tuple(int(number) for number in option) if isinstance(option, list | tuple) else option
 
 
 def into(op: str, out: Maybe, y: Tensor) -> Tensor:
-    """Return `y`, copied to `out` if there is one, for compiled calls. Raises for an `out` that eager calls refuse,
-    since copy_ itself would accept it."""
+    """Return `y` for compiled calls; if there is an `out`, `y` is copied to it. Raises an error for an `out` that eager
+    calls refuse, because copy_ itself would accept it."""
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
@@ -151,8 +151,8 @@ def one_or_tuple(results: tuple[Maybe, ...]) -> Results:
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 def register(op: Op, ops: Mapping[str, Op]) -> None:
-    """Define torch.ops.weft.<name> and, for an op with a gradient, <name>_backward, once for each name. Calls look the
-    op up in `ops`."""
+    """Define torch.ops.weft.<name> and, for an op with a gradient, <name>_backward, once for each name. Calls find the
+    op in `ops`."""
     name, signature, count = op.name, op.signature, op.operands
     outputs = ", ".join(["Tensor"] * op.outcomes)
 
@@ -268,7 +268,8 @@ def layouts_of(operands: tuple[Maybe, ...]) -> tuple[tuple[tuple[int, ...], ...]
 
 
 class ForwardKey(NamedTuple):
-    """The properties of a call that its compiled forward and backward passes both know. plan: the caller's plan."""
+    """The properties of a call that are known in both its compiled forward pass and its compiled backward pass. plan:
+    the caller's plan."""
 
     name: str
     plan: str
@@ -278,8 +279,8 @@ class ForwardKey(NamedTuple):
 
 
 def _forward_pass(world: World, key: ForwardKey) -> Prepared[Any]:
-    """Return the call and plan that the last such call ran, preferably a call in the same mode (captured or not), since
-    a CUDA graph may contain a different plan. Raise RuntimeError if there was no such call."""
+    """Return the call and plan that the last such call ran. A call in the same mode (captured or not) is preferred,
+    because a CUDA graph may contain a different plan. Raise RuntimeError if there was no such call."""
     capturing = world.backend.capturing()
     for mode in (capturing, not capturing):
         ran: Prepared[Any] | None = world.forward_passes.get((key, mode))

@@ -1,9 +1,9 @@
 """A World is the only object between an op and the machine.
 
-`weft.init` makes it from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of any
-backend. An op allocates channels and arenas through the World, enqueues launches, copies and library calls on its
-streams, and never asks which backend runs them. The functions that only authors of ops and engines need are methods of
-`world.backend` (backends/base.py), which is as public as the World.
+`weft.init` creates a World from torchrun's environment or a ProcessGroup; `weft.spmd` runs one function as N ranks of
+any backend. An op allocates channels and arenas through the World, and enqueues launches, copies and library calls on
+its streams. An op never tests which backend runs it. The functions that only authors of ops and engines need are
+methods of `world.backend` (backends/base.py), which is as public as the World.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Lost = TypeVar("Lost", Timeout, Mismatch)
 _MISSING = object()
-PATIENCE = 1e-3  # seconds that a rank waits for the other ranks before a call that it makes for the first time
+PATIENCE = 1e-3  # the seconds for which a rank waits for the other ranks before a call that it makes for the first time
 LATE = 16  # a rank makes at most LATE first calls ahead of the slowest rank
-_COUNTERS = 1 << 20  # counters in one block of channel memory, 4 MiB per rank
+_COUNTERS = 1 << 20  # the number of counters in one block of channel memory, 4 MiB per rank
 
 
 def _padded(counters: int) -> int:
@@ -77,9 +77,9 @@ CALL_MESSAGES = (COMPARED, POSTED)
 
 
 class Message(NamedTuple):
-    """A message from a rank's host to the hosts of all other ranks. All ranks send their messages in one order, so that
-    the n-th messages of all ranks belong together. kind: COMPARED or POSTED, with a CallRecord as `content`; or the
-    title of an exchange."""
+    """A message from a rank's host to the hosts of all other ranks. All ranks send their messages in one order, so the
+    n-th messages of all ranks belong together. kind: COMPARED or POSTED, with a CallRecord as `content`; or the title
+    of an exchange."""
 
     kind: str
     content: Any
@@ -128,7 +128,7 @@ def _shortened(value: object, others: Sequence[object]) -> str:
 def _check_channel(
     name: str, counters: int, mapping: StaticMapping | TableMapping | None, arrivals: int | Sequence[int] | None
 ) -> list[int] | None:
-    """Raise for arguments from which no channel can be made; return the arrivals of each counter."""
+    """Raise an error for arguments from which no channel can be created; return the arrivals of each counter."""
     if not isinstance(name, str) or not isinstance(counters, int):
         raise TypeError(f"a channel has a name and a number of counters, not {name!r} and {counters!r}")
     if counters < 1:
@@ -150,10 +150,11 @@ def _check_channel(
 
 @dataclass(eq=False)
 class Arena:
-    """Two halves of symmetric memory, which one-launch ops write alternately, and the counter that selects the half.
+    """Two halves of symmetric memory, to which one-launch ops write alternately, and the counter that selects the half.
 
     An op's kernel writes half `epoch % 2` and adds one to `epoch` when it ends. Every such kernel acquires from every
-    peer, so no kernel writes a half while a peer may still read it (ops/all_gather_matmul/kernels.py gives the proof).
+    peer, so no kernel writes to a half while a peer may still read it (ops/all_gather_matmul/kernels.py contains the
+    proof).
     """
 
     memory: SymmetricTensor
@@ -166,9 +167,9 @@ class Arena:
 
 @dataclass(frozen=True, eq=False)
 class Levels:
-    """The two Worlds of a rank, where its World spans several nodes of the same size. `node` contains the ranks of this
-    rank's node, which address each other's memory. `across` contains each node's rank with this rank's local rank, in
-    the order of the nodes."""
+    """The two Worlds of a rank whose World spans several nodes of equal size. `node` contains the ranks of this rank's
+    node, which can address each other's memory. `across` contains, from each node, the rank with this rank's local
+    rank, in the order of the nodes."""
 
     node: World
     across: World
@@ -199,13 +200,13 @@ class World:
 
     def __init__(self, backend: Backend, name: str | None = None, *, batch_invariant: bool | None = None) -> None:
         """batch_invariant: as in `weft.init`."""
-        timeout_seconds()  # raises for an invalid WEFT_TIMEOUT even if this World never waits
+        timeout_seconds()  # raises an error for an invalid WEFT_TIMEOUT, even if this World never waits
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         self.group = backend.group  # the group of torch.distributed; None for emulated ranks
         self.sm_count = backend.sm_count  # the number of SMs of this rank's GPU, or of an emulated rank
         self.nodes = backend.nodes  # the number of each rank's node, in the order of the nodes' first ranks
-        self.node = self.nodes[self.rank]  # `split(world.node)` makes the World of the ranks there
+        self.node = self.nodes[self.rank]  # `split(world.node)` creates the World of the ranks on this node
         self.other_ranks = tuple((self.rank + step) % self.size for step in range(1, self.size))  # the next one first
         self.multi_node_unsupported = spread(
             backend.nodes
@@ -214,8 +215,8 @@ class World:
         self.batch_invariant = asked  # whether ops keep the promise of `weft.init(batch_invariant=True)`
         if asked and (reason := self.multi_node_unsupported or backend.reference and "CPU processes compute by torch"):
             raise Unsupported(f"batch_invariant: {reason}, whose order of sums depends on the batch")
-        # The name is the same in each run, for caches of compiled code. It contains the size, since torch caches
-        # compiled graphs for later processes under the World's name.
+        # The name is the same in each run, for caches of compiled code. The name contains the size, because torch
+        # caches compiled graphs for later processes under the World's name.
         self.name = name or f"{backend.name}:{next(backend.world_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | list[int] | None] = {}  # by channel, as passed by the caller
@@ -262,13 +263,13 @@ class World:
         raise TypeError("a World cannot be pickled; save a module's state_dict() instead")
 
     def split(self, color: Hashable) -> World:
-        """Return the World of the ranks that pass the same `color`, in the order of their ranks here (as
+        """Return the World of the ranks that pass the same `color`, in the order of their ranks in this World (as
         MPI_Comm_split). The call is collective.
 
-        With 4 ranks, `split(rank // 2)` makes the Worlds of ranks (0, 1) and (2, 3); `split(rank % 2)` makes the Worlds
-        of ranks (0, 2) and (1, 3). The new World has its own memory, channels and plans. If Worlds share ranks, all
-        ranks must call the ops of these Worlds in one order. Keep the new World alive, since no op does. Raises
-        Unsupported if this World itself contains only some of torch.distributed's ranks.
+        With 4 ranks, `split(rank // 2)` creates the Worlds of ranks (0, 1) and (2, 3), and `split(rank % 2)` creates
+        the Worlds of ranks (0, 2) and (1, 3). The new World has separate memory, channels and plans. If Worlds share
+        ranks, all ranks must call the ops of these Worlds in one order. The caller must keep the new World alive,
+        because no op does. Raises Unsupported if this World itself contains only some of torch.distributed's ranks.
         """
         colors = self.exchange(color)
         groups = [
@@ -291,9 +292,10 @@ class World:
 
     @property
     def alone(self) -> World:
-        """Return the World of this rank alone, always the same object. Its ops wait for no other rank, so they may run
-        at the same time as an op of this World on a different stream. With plan FusedMoe, whose programs wait for each
-        other, the two ops run at the same time only if both fit on the SMs. The call is not collective."""
+        """Return the World of this rank alone, always the same object. The ops of that World wait for no other rank, so
+        they may run at the same time as an op of this World on a different stream. With plan FusedMoe, whose programs
+        wait for each other, the two ops run at the same time only if both fit on the SMs. The call is not
+        collective."""
 
         def make() -> World:
             return World(self.backend.alone(), batch_invariant=self.batch_invariant)
@@ -309,7 +311,8 @@ class World:
         """Return the number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks make
         the same call with the same fields.
 
-        The check is collective the first time that this rank makes the call (title, fields), and free afterwards.
+        The check is collective the first time that this rank makes the call (title, fields), and costs nothing
+        afterwards.
         """
         key = (title, tuple(fields.items()))
         known = self._numbers.get(key)
@@ -388,12 +391,13 @@ class World:
         return self.channel(f"calls of {name}", 2 * self.size, None)
 
     def _disagreement(self, words: Mapping[int, int]) -> Mismatch:
-        """Return the Mismatch that kernels found. The World is lost, since ranks are no longer at the same call."""
+        """Return the Mismatch that kernels found. The World is lost, because ranks are no longer at the same call."""
         numbers = {rank: word & (1 << NUMBER_BITS) - 1 for rank, word in sorted(words.items())}
         return self._lose(disagreement({r: self._calls.get(n, f"call {n}") for r, n in numbers.items()}))
 
     def _collect(self, patience: float | None) -> None:
-        """Compare the posted calls that all ranks post within `patience` seconds; None: wait and compare all."""
+        """Compare the posted calls that all ranks post within `patience` seconds; with None, wait and compare all
+        posted calls."""
         while self._uncompared:
             key, collect = self._uncompared[0]
             messages = self._bounded(collect, patience)
@@ -437,8 +441,8 @@ class World:
         self._raise_if_lost()
         self._messages += 1
         if self.backend.compares_at_once:
-            # Another rank may make a call here that it has made before. If all ranks exchange, their messages are
-            # compared.
+            # Another rank may instead make a call here that it has made before. If all ranks are in an exchange, their
+            # messages are compared.
             title, fields = message.content if message.kind in CALL_MESSAGES else (message.kind, ())
             calls = self.backend.compared((title, (*fields, ("first_call", True))))
             if calls and any(("first_call", True) not in peer_fields for _, peer_fields in calls.values()):
@@ -447,8 +451,8 @@ class World:
 
     # -- the end of a World ------------------------------------------------------------------------------------------
     def _bounded(self, wait: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return the result of wait(..), in which ranks wait for each other. After a Timeout this rank cannot match the
-        messages and signals of other ranks with its own any more: the World is lost."""
+        """Return the result of wait(..), in which ranks wait for each other. After a Timeout, this rank can no longer
+        match the messages and signals of other ranks with its own: the World is lost."""
         try:
             return wait(*args, **kwargs)
         except Timeout as error:
@@ -470,8 +474,8 @@ class World:
             raise type(self._lost)(str(self._lost))
 
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree, WeftError if the
-        World is closed. The check is cheap enough to run in every call."""
+        """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree, and WeftError if
+        the World is closed. The check is cheap enough to run in every call."""
         self.begin(None)
 
     def _check_node(self, levels: Levels) -> None:
@@ -488,19 +492,19 @@ class World:
         self.result_or_overflow(None, self.backend.left_out())
 
     def wait_for_streams(self) -> None:
-        """Wait as `synchronize` does, but raise no Overflow: inside a call, a rank that has dropped rows must go on
+        """Wait as `synchronize` does, but raise no Overflow: inside a call, a rank that has dropped rows must continue
         like the other ranks."""
         if self._uncompared:
-            self._collect(None)  # first: other ranks may not make a call whose kernels this rank waits for
+            self._collect(None)  # first, because other ranks may not make a call for whose kernels this rank waits
         self._raise_if_lost()
         self._bounded(self.backend.synchronize)
         if self._levels is not None:
             self._bounded(self._check_node, self._levels)
 
     def result_or_overflow(self, result: R, lost: int) -> R:
-        """Return the result of a call that has run; or raise Overflow with that result, once for the rows that earlier
-        calls dropped (`lost`: the rows dropped in all calls). A backward pass does not raise, since the other ranks
-        continue it."""
+        """Return the result of a call that has run. If earlier calls dropped rows, raise Overflow with that result,
+        once for these rows (`lost`: the number of rows dropped in all calls). A backward pass does not raise Overflow,
+        because the other ranks continue the pass."""
         if lost > self.reported_losses and torch._C._current_graph_task_id() == -1:
             reported, self._reported_by_rank = self._reported_by_rank, self.backend.left_out_by_rank()
             self.reported_losses = max(lost, sum(self._reported_by_rank))  # a running call may have counted more rows
@@ -550,7 +554,7 @@ class World:
                 log.log(level, message)
 
     def cached(self, key: Hashable, make: Callable[[], R]) -> R:
-        """Return the object that an op caches under a key (workspace, descriptors), made on first use."""
+        """Return the object that an op caches under a key (workspace, descriptors), which is created on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
             with self.persistent_allocation():
@@ -607,7 +611,7 @@ class World:
         return f"address {address:#x}"
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a small device tensor holding `values`. The host does not wait for the device."""
+        """Return a small device tensor that contains `values`. The host does not wait for the device."""
         self.uploads += 1
         return self.backend.tensor(values, dtype)
 
@@ -628,8 +632,8 @@ class World:
         """Return the BlockChannel of this name, with `counters` counters on every rank. The first use is collective,
         and zeroes the counters.
 
-        arrivals: the number of notifies that each counter gets in every call (one number, or one per counter), if that
-        is fixed; the emulator then reports lost and doubled signals. The kernel must then count its calls
+        arrivals: the number of notifies that each counter receives in every call (one number, or one per counter), if
+        that is fixed; the emulator then reports lost and doubled signals. The kernel must then count its calls
         (`wl.end_call`). arrivals may differ between ranks; name and `counters` may not (Mismatch on every rank).
         """
         key = (name, counters)
@@ -658,7 +662,7 @@ class World:
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """Return a new BlockChannel in this rank's own memory. arrivals: for each counter, the number of notifies that
-        it gets in every call."""
+        it receives in every call."""
         with self.persistent_allocation():
             counters = self.backend.zeros((len(arrivals),), torch.int32)
             state = self.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
@@ -677,7 +681,7 @@ class World:
 
     def arena(self, half: int, row: int = 0) -> Arena:
         """Return two halves of at least `half` bytes each; the second begins at a multiple of `row` bytes. The call is
-        collective if the memory has to grow; it then at least doubles."""
+        collective if the memory has to grow; the memory then at least doubles."""
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
@@ -694,7 +698,7 @@ class World:
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
         """Return the symmetric buffer of this name, of at least `nbytes`, which calls of one op share. The call is
-        collective if the buffer has to grow; it then at least doubles."""
+        collective if the buffer has to grow; the buffer then at least doubles."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.local.numel() < nbytes:
             self._no_capture(name)
@@ -707,8 +711,8 @@ class World:
         return self._buffers[name]
 
     def forget_prepared(self) -> None:
-        """Drop everything prepared for calls. If memory that prepared calls use is replaced, all ranks do this in the
-        same call, so that their later calls use the same memory."""
+        """Drop everything prepared for calls. If memory that prepared calls use is replaced, all ranks replace it in
+        the same call, so that their later calls use the same memory."""
         self.prepared.clear()
         for call in list(self.prepared_calls):
             call.forget()
@@ -726,8 +730,8 @@ class World:
             self.backend.wait_event(stream, self.backend.record(last))
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:
-        """Make a call on the current stream start after the calls on other streams that might not leave it room on the
-        SMs (`residency.py`): launches that wait for each other's room never end."""
+        """Make a call on the current stream start after those calls on other streams that might leave too few SMs free
+        for it (`residency.py`). Launches that each wait for SMs that the other occupies would never end."""
         ledgers = self.backend.ledgers
         if ledgers is None:
             return
@@ -758,11 +762,11 @@ class World:
         stream: Stream,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`). A `weft.Launch` costs less host time for a
-        kernel that is launched again and again.
+        kernel that is launched repeatedly.
 
-        If the kernel has a BlockChannel argument, ranks first compare its grid and its integers, which Triton would
-        specialise into different kernels. That comparison is collective for each new combination, and raises Mismatch
-        on every rank.
+        If the kernel has a BlockChannel argument, ranks first compare its grid and its integers, for which Triton would
+        compile different kernels. That comparison is collective for each new combination, and raises Mismatch on every
+        rank.
         """
         check_launch(kernel, grid, options)
         args = args() if callable(args) else args
@@ -781,8 +785,8 @@ class World:
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
-        """Make a stream wait for all ranks. Every rank must call the barriers of one name in the same order. Returns
-        the number of barriers of this name so far, int32 [1] on the device, which the next barrier increments."""
+        """Make a stream wait for all ranks. Every rank must call the barriers of one name in the same order. Return the
+        number of barriers of this name so far, int32 [1] on the device, which the next barrier increments."""
         launch, count = self.cached(("barrier", name), lambda: self._barrier(name))
         launch(stream or self.current_stream(), number=self.number)
         return count

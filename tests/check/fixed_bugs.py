@@ -1,5 +1,6 @@
-"""Ten faults of multi-GPU kernels that were found and fixed in public, each written anew as a small kernel over torch's
-symmetric memory: main(rank, world_size, mended). The docstrings say what was wrong, and in which projects.
+"""Eleven faults of multi-GPU kernels that public projects found and fixed. Each fault is reproduced by a small kernel
+over torch's symmetric memory, with the function main(rank, world_size, mended). The docstrings name the fault and the
+projects that had it.
 """
 
 from __future__ import annotations
@@ -52,8 +53,7 @@ def _signalled(rank: int, world_size: int, **options: object) -> None:
 
 
 def relaxed_signal(rank: int, world_size: int, mended: bool) -> None:
-    """The signal that follows stores is relaxed, and no barrier of the block's threads comes before it (aiter
-    #2890)."""
+    """The signal after the stores is relaxed, and no barrier of the block's threads precedes it (aiter #2890)."""
     _signalled(rank, world_size, MENDED=mended, SCOPE="sys", FENCED=True)
 
 
@@ -63,7 +63,7 @@ def gpu_scope(rank: int, world_size: int, mended: bool) -> None:
 
 
 def only_one_thread_acquires(rank: int, world_size: int, mended: bool) -> None:
-    """One thread waits, and the others read without a barrier after the wait (aiter #2890)."""
+    """One thread waits, and the other threads read without a barrier after the wait (aiter #2890)."""
     _signalled(rank, world_size, MENDED=True, SCOPE="sys", FENCED=mended)
 
 
@@ -90,7 +90,7 @@ def count_in_graph(
 
 
 def flag_baked_into_graph(rank: int, world_size: int, mended: bool) -> None:
-    """The number that a wait compares with was an argument when the graph was captured, so that replays do not wait (aiter
+    """The wait compares with a number that was an argument when the graph was captured, so replays do not wait (aiter
     #3928, mscclpp #502)."""
     memory = Memory(rank, world_size, 2 * N)
     out, calls = torch.empty(N, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -100,12 +100,12 @@ def flag_baked_into_graph(rank: int, world_size: int, mended: bool) -> None:
     for call in range(1, 4):
         graph.replay()
         same(out, call)
-        memory.handle.barrier(channel=1)  # the kernel counts in the words of channel 0
+        memory.handle.barrier(channel=1)  # the kernel increments the words of channel 0
 
 
 @triton.jit
 def stage_and_read(buffers, pads, x, out, n: tl.constexpr, slot, rank: tl.constexpr, W: tl.constexpr):
-    """Stage x, wait for all ranks, and sum what they have staged."""
+    """Stage x, wait for all ranks, and sum the staged rows."""
     offsets = tl.arange(0, n)
     tl.store(pointer(buffers, rank, tl.float32) + slot * n + offsets, tl.load(x + offsets))
     tl.debug_barrier()
@@ -122,8 +122,8 @@ def stage_and_read(buffers, pads, x, out, n: tl.constexpr, slot, rank: tl.conste
 
 
 def one_staging_slot(rank: int, world_size: int, mended: bool) -> None:
-    """Successive calls stage in the same slot, so that a fast rank's next call overwrites what a slow rank still
-    reads; alternating between two slots fixes it (tokenspeed #1356)."""
+    """Successive calls stage in the same slot, so a fast rank's next call overwrites rows that a slow rank is still
+    reading. Alternating between two slots fixes this (tokenspeed #1356)."""
     memory = Memory(rank, world_size, 2 * N)
     for call in range(3):
         x, out = torch.full((N,), rank + 1.0 + call, device="cuda"), torch.empty(N, device="cuda")
@@ -139,8 +139,8 @@ def signal_neighbour(pads, rank: tl.constexpr, W: tl.constexpr):
 
 
 def pad_cleared_too_late(rank: int, world_size: int, mended: bool) -> None:
-    """A rank clears its pad when a peer may have signalled already; a barrier after the clearing fixes it (pytorch
-    #195761, in `test_triton_signal_wait_until`)."""
+    """A rank clears its pad after a peer may already have signalled. A barrier after the clearing fixes this fault
+    (pytorch #195761, in `test_triton_signal_wait_until`)."""
     memory = Memory(rank, world_size, N)
     memory.handle.get_signal_pad(rank, (world_size,), torch.int32).fill_(0)
     if mended:
@@ -160,8 +160,8 @@ def locked_sum(total, lock, count, MENDED: tl.constexpr):
 
 
 def lock_without_order(rank: int, world_size: int, mended: bool) -> None:
-    """Relaxed atomics acquire and release a spin lock, so that a program reads a stale sum (ROCm/iris #296,
-    tritonBLAS #61)."""
+    """Relaxed atomics acquire and release a spin lock, so a program reads a stale sum (ROCm/iris #296, tritonBLAS
+    #61)."""
     total, lock = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
     locked_sum[(3,)](total, lock, 3, MENDED=mended)
     assert total.item() == 6
@@ -190,7 +190,7 @@ def publish_rows(
 
 
 def published_before_all_sent(rank: int, world_size: int, mended: bool) -> None:
-    """One sender publishes the tail of a queue before the others have stored their rows (FlashInfer #4092)."""
+    """One sender publishes the tail of a queue before the other senders have stored their rows (FlashInfer #4092)."""
     memory = Memory(rank, world_size, 2 * N)
     x, out = torch.full((2 * N,), rank + 1.0, device="cuda"), torch.empty(2 * N, device="cuda")
     publish_rows[(2,)](*memory.pointers, x, out, N, 2, rank, world_size, MENDED=mended)
@@ -198,10 +198,10 @@ def published_before_all_sent(rank: int, world_size: int, mended: bool) -> None:
 
 
 def order_of_peers_differs(rank: int, world_size: int, mended: bool) -> None:
-    """Ranks wait for their neighbours in different orders before they signal, and all of them deadlock
-    (rocm-libraries #5776)."""
+    """Ranks wait for their neighbours in different orders before they signal, so all ranks deadlock (rocm-libraries
+    #5776)."""
     memory = Memory(rank, world_size, N)
-    signal_neighbour[(1,)](memory.pointers[1], rank, world_size)  # a kernel, so that there is something to check
+    signal_neighbour[(1,)](memory.pointers[1], rank, world_size)  # a kernel, so that the check has something to run
     before, after = (rank - 1) % world_size, (rank + 1) % world_size
     if mended:
         memory.handle.put_signal(after, channel=1)
@@ -211,6 +211,6 @@ def order_of_peers_differs(rank: int, world_size: int, mended: bool) -> None:
 
 
 def two_generations(rank: int, world_size: int, mended: bool) -> None:
-    """Data that doubles as its own flag is cleared one call too early: two generations are too few, since a rank may be
-    a call ahead (tokenspeed #351)."""
+    """A rank clears data that doubles as its own flag one call too early. Two generations of data are too few, since a
+    rank may be one call ahead (tokenspeed #351)."""
     push(rank, world_size, clear=2 if mended else 1)

@@ -1,5 +1,5 @@
-"""Kernels in plain Triton over torch's symmetric memory, as others write them, each with its barriers as an option: removing
-one must be found."""
+"""Kernels in plain Triton over torch's symmetric memory, in the style of public projects. Each barrier is an option,
+and the check must find the fault when a barrier is removed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def thread_number():
 
 @triton.jit
 def swap(addresses, OLD: tl.constexpr, NEW: tl.constexpr, ORDER: tl.constexpr, SCOPE: tl.constexpr = "sys"):
-    """Exchange NEW for OLD in each word, as soon as the word is OLD."""
+    """Replace OLD by NEW in each word, as soon as the word is OLD."""
     tl.inline_asm_elementwise(
         f"""
         {{
@@ -60,8 +60,8 @@ def sync_blocks(
     pads, rank: tl.constexpr, W: tl.constexpr, BEFORE: tl.constexpr, AFTER: tl.constexpr, FENCED: tl.constexpr = True
 ):
     """Synchronise with the same block of every rank. BEFORE: the barrier releases this block's earlier accesses. AFTER:
-    it acquires the other ranks' accesses for later accesses of this block. FENCED: the block's own threads also meet at
-    barriers."""
+    the barrier acquires the other ranks' accesses for later accesses of this block. FENCED: the block's own threads
+    also meet at barriers."""
     block, peers = tl.program_id(0), tl.arange(0, W)
     pads = pads.to(tl.pointer_type(tl.uint64))
     remote_words = tl.load(pads + peers).to(tl.pointer_type(tl.uint32)) + block * W + rank
@@ -100,7 +100,7 @@ def one_shot_kernel(
 def two_shot_kernel(
     buffers, pads, n, rank: tl.constexpr, W: tl.constexpr, B: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr
 ):  # fmt: skip
-    """Each rank sums its part of the rows, and writes the sums to every rank."""
+    """Each rank sums its part of the rows and writes the sums to every rank."""
     if FIRST:
         sync_blocks(pads, rank, W, False, True)
     buffers = buffers.to(tl.pointer_type(tl.uint64))
@@ -122,7 +122,7 @@ def two_shot_kernel(
 
 
 class Memory:
-    """A symmetric buffer of n float32 elements, as `main` functions use it."""
+    """A symmetric buffer of n float32 elements for the `main` functions."""
 
     def __init__(self, rank: int, world_size: int, n: int) -> None:
         torch.cuda.set_device(rank)
@@ -218,7 +218,8 @@ def store_relaxed(addresses, bits):
 def push_kernel(
     buffers, x, out, n, slot, rank: tl.constexpr, W: tl.constexpr, B: tl.constexpr, CLEAR: tl.constexpr, WAIT: tl.constexpr
 ):  # fmt: skip
-    """Store x to every rank's `slot`, sum what all ranks stored to this rank's slot, and empty the next slot."""
+    """Store x to every rank's `slot`, sum the values that all ranks stored to this rank's slot, and empty the next
+    slot."""
     buffers = buffers.to(tl.pointer_type(tl.uint64))
     offsets = tl.program_id(0) * B + tl.arange(0, B)
     bits = tl.load(x + offsets).to(tl.int32, bitcast=True)
@@ -234,7 +235,7 @@ def push_kernel(
         total += part
     tl.store(out + offsets, total)
     if CLEAR:
-        # The slot after next: a rank may be one call ahead, and fill the next one already.
+        # Empty the slot after the next one: a rank may be one call ahead and already fill the next one.
         for r in tl.static_range(W):
             empty = tl.full((B,), EMPTY, tl.float32).to(tl.int32, bitcast=True)
             store_relaxed(local + (((slot + CLEAR) % 3) * W + r) * n + offsets, empty)
@@ -243,9 +244,9 @@ def push_kernel(
 def push(
     rank: int, world_size: int, n: int = 256, grid: int = 2, calls: int = 4, clear: int = 2, wait: bool = True
 ) -> None:
-    """`clear` says how many slots ahead the emptied slot is. With three slots it is 2: no rank fills that slot before
-    all ranks have filled the slot in between, and each rank fills the slot in between only after it has emptied that
-    slot."""
+    """`clear` is the number of slots between this slot and the emptied one. With three slots, `clear` is 2: no rank
+    fills the emptied slot before all ranks have filled the slot in between, and a rank fills the slot in between only
+    after it has emptied that slot."""
     memory = Memory(rank, world_size, 3 * world_size * n)
     memory.buffer.fill_(EMPTY.value)
     memory.handle.barrier()

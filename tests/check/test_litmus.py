@@ -1,12 +1,13 @@
-"""Litmus tests of PTX's memory model. Each names the axiom of the model (PTX ISA, "Memory Consistency Model", "Axioms") that
-decides it, and says what may happen before the emulator runs it.
+"""Litmus tests of PTX's memory model. Each test names the axiom of the model (PTX ISA, "Memory Consistency Model",
+"Axioms") that decides it, and states the allowed outcomes independently of the emulator.
 
-A thread is written as PTX over words x, y and z and results r0 and r1. A plain `ld` or `st` is weak. Threads are one for each
-GPU, or with `gpus=1` programs of one kernel. The verdict "race" says that weak accesses conflict and no causality order
-stands between them; "ordered" says that it stands. For tests of strong accesses alone, `allowed` are all outcomes that PTX
-allows, and `reached` those among them that a sequentially consistent order gives: the emulator reaches these and no other.
+A thread is written as PTX over words x, y and z and results r0 and r1. A plain `ld` or `st` is weak. Each thread runs
+on its own GPU or, with `gpus=1`, in its own program of one kernel. The verdict "race" means that weak accesses conflict
+and no causality order relates them; "ordered" means that a causality order relates them. For tests with only strong
+accesses, `allowed` contains all outcomes that PTX allows. `reached` contains the outcomes that a sequentially
+consistent order can give; the emulator reaches exactly these.
 
-All threads of a block run the same text, so `bar` (bar.sync 0) stands between their weak stores and the release of any of them.
+All threads of a block run the same text, so `bar` (bar.sync 0) separates their weak stores from every thread's release.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def litmus_kernel(words, out, first_thread, T0: tl.constexpr, T1: tl.constexpr, 
 
 
 def ptx(thread: str) -> str:
-    """Return the assembly of a thread. `until y ld` repeats this load until the word is not 0."""
+    """Return the assembly of a thread. `until y ld` repeats the load until the word is not 0."""
     thread = re.sub(r"until (\w+) (ld[\w.]+)", r"\1: \2 r0, [\1]; setp.eq.u32 %p, r0, 0; @%p bra \1", thread)
     thread = thread.replace("bar;", "bar.sync 0;")
     thread = re.sub(r"\b(ld|st)([.\w]*)(?= )", r"\1\2.global.u32", thread)
@@ -99,7 +100,8 @@ MESSAGE_PASSING = {
     "no release pattern": ("st [x], 1; bar; st.relaxed.sys [y], 1;", "until y ld.acquire.sys; ld r1, [x];", 2, "race"),
     "no acquire pattern": ("st [x], 1; bar; st.release.sys [y], 1;", "until y ld.relaxed.sys; ld r1, [x];", 2, "race"),
     "volatile is relaxed": ("st [x], 1; bar; st.release.sys [y], 1;", "until y ld.volatile; ld r1, [x];", 2, "race"),
-    # A fence and a relaxed store behind it are a release pattern; a relaxed load and a fence behind it an acquire pattern.
+    # A fence followed by a relaxed store is a release pattern; a relaxed load followed by a fence is an acquire
+    # pattern.
     "fences": (
         "st [x], 1; bar; fence.acq_rel.sys; st.relaxed.sys [y], 1;",
         "until y ld.relaxed.sys; fence.acq_rel.sys; ld r1, [x];",
@@ -172,7 +174,7 @@ def test_message_passing(name):
 
 @pytest.mark.parametrize("order", ["acquire", "relaxed"])
 def test_causality_is_transitive(order):
-    """Causality: a third thread passes synchronization on if it acquires and releases itself."""
+    """Causality: a third thread that acquires and then releases extends the synchronization to other threads."""
     release = "release" if order == "acquire" else "relaxed"
     result, outcomes, _ = run(
         (
@@ -188,13 +190,13 @@ def test_causality_is_transitive(order):
 # -- strong accesses alone ---------------------------------------------------------------------------------------------------
 BITS = set(itertools.product((0, 1), repeat=2))
 STRONG = {
-    # Fence-SC: morally strong fences of kind .sc have one order, so that one thread sees the other's store.
+    # Fence-SC: morally strong fences of kind .sc have one order, so one thread observes the other's store.
     "store buffering, fences": (
         ("st.relaxed.sys [x], 1; fence.sc.sys; ld.relaxed.sys r0, [y];", "st.relaxed.sys [y], 1; fence.sc.sys; ld.relaxed.sys r0, [x];"),
         BITS - {(0, 0)},
         BITS - {(0, 0)},
     ),
-    # No axiom forbids that both loads come before both stores; values here are sequentially consistent.
+    # No axiom forbids that both loads precede both stores, but values in the emulator are sequentially consistent.
     "store buffering": (
         ("st.relaxed.sys [x], 1; ld.relaxed.sys r0, [y];", "st.relaxed.sys [y], 1; ld.relaxed.sys r0, [x];"),
         BITS,
@@ -224,8 +226,8 @@ def test_strong_accesses(name):
 
 
 def test_independent_reads_of_independent_writes():
-    """Fence-SC forbids that two readers see two stores in opposite orders if .sc fences stand between their loads.
-    Without these fences PTX allows it, even with acquire loads; the emulator does not reach it."""
+    """Fence-SC forbids that two readers observe two stores in opposite orders if .sc fences separate each reader's
+    loads. Without these fences PTX allows that outcome, even with acquire loads; the emulator does not reach it."""
     for order, fence in (("relaxed", "fence.sc.sys; "), ("acquire", "")):
         readers = [f"ld.{order}.sys r0, [{a}]; {fence}ld.{order}.sys r1, [{b}];" for a, b in ("xy", "yx")]
         result, outcomes, _ = run(("st.relaxed.sys [x], 1;", "st.relaxed.sys [y], 1;", *readers))
@@ -236,7 +238,8 @@ def test_independent_reads_of_independent_writes():
 
 
 def test_coherence():
-    """SC-per-Location: morally strong accesses to one word have one order, which agrees with each thread's own."""
+    """SC-per-Location: morally strong accesses to one word have one order, which agrees with each thread's program
+    order."""
     result, outcomes, final = run(
         ("st.relaxed.sys [x], 1; st.relaxed.sys [x], 2;", "ld.relaxed.sys r0, [x]; ld.relaxed.sys r1, [x];")
     )

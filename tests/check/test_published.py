@@ -1,5 +1,5 @@
-"""Published programs that come with installed packages: torch's pipelines over symmetric memory, as its wheel contains
-them. docs/published-kernels.md covers further programs.
+"""Published programs from installed packages: torch's pipelines over symmetric memory, which its wheel contains.
+docs/published-kernels.md covers further programs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def start(rank: int) -> str:
 
 
 def produce(rank: int, world_size: int) -> None:
-    """Compute a chunk for each rank and send it there: torch's fused matmul and reduce-scatter does so."""
+    """Compute a chunk for each rank and send it there, as torch's fused matmul and reduce-scatter does."""
     group_name = start(rank)
     for call in range(2):
         x, out = torch.full((N,), rank + 1.0 + call, device="cuda"), torch.empty(world_size * N, device="cuda")
@@ -46,7 +46,7 @@ def produce(rank: int, world_size: int) -> None:
 
 
 def consume(rank: int, world_size: int) -> None:
-    """Fetch each rank's shard and compute with it: torch's fused all-gather and matmul does so."""
+    """Fetch each rank's shard and compute with it, as torch's fused all-gather and matmul does."""
     group_name = start(rank)
     for call in range(2):
         shard = torch.full((N,), rank + 1.0 + call, device="cuda")

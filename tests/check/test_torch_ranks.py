@@ -1,5 +1,5 @@
-"""Programs that use only torch and Triton run on emulated ranks: what they see of streams, graphs and libraries, and
-which calls are refused.
+"""Programs that use only torch and Triton run on emulated ranks. The tests cover streams, graphs and libraries, and the
+calls that are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def add_kernel(x, value, n: tl.constexpr):
 
 
 def checked(main, ranks: int = 2, seeds: int = 3, **options: object):
-    """Return the first error of a program, or None."""
+    """Return the first error that a program raises, or None."""
     exploration = search(functools.partial(main, **options), ranks, range(seeds))
     if not exploration.findings:
         assert exploration.programs
@@ -162,7 +162,8 @@ def test_threads_take_their_branches_and_run_assembly_once_each():
 
 
 def test_a_branch_of_some_threads_that_the_others_would_notice_is_refused():
-    """A program whose first warp alone meets a barrier hangs, and threads that return leave the others running."""
+    """A program hangs if only its first warp meets a barrier; if some threads return, the other threads keep
+    running."""
     error = checked(by_thread, form="barrier")
     assert isinstance(error, Unsupported) and "a barrier in a branch that 32 of 64 threads take" in str(error)
     error = checked(by_thread, form="return", expected=1)

@@ -1,7 +1,7 @@
 """Shared random inputs and error measures.
 
-Each file cases_<package>.py defines the results of a package of src/weft, once for every backend; each function runs on
-one rank.
+Each file cases_<package>.py defines the expected results of a package of src/weft once for all backends; each function
+runs on one rank.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ P = TypeVar("P", bound=Plan)
 
 
 def changed(plan: P, **changes: Any) -> P:
-    """Return the plan with other values of its fields, or of its tile's fields."""
+    """Return the plan with different values for its fields or its tile's fields."""
     tile: Any = plan.tile  # type: ignore[attr-defined]
     in_tile = {name: changes.pop(name) for name in list(changes) if hasattr(tile, name)}
     return replace(plan, tile=replace(tile, **in_tile), **changes)
@@ -53,7 +53,7 @@ def product(x: torch.Tensor, w: torch.Tensor, world: weft.World) -> torch.Tensor
 
 
 def strided(t: torch.Tensor) -> torch.Tensor:
-    """Return the same values in a tensor that is not contiguous."""
+    """Return a non-contiguous tensor with the same values."""
     return t.t().contiguous().t() if t.dim() == 2 else t
 
 

@@ -1,4 +1,4 @@
-"""The results of all-gather + GEMM on every backend: each function runs on one rank and returns its error."""
+"""Cases of all-gather + GEMM for every backend: each function runs on one rank and returns its error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def all_gather_case(
     world: weft.World, shards: Sequence[int], n: int, k: int, plan: object = "fused", bias: bool = False,
     dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 1, views: bool = False, into: bool = False,
 ) -> float:  # fmt: skip
-    """Return the largest error over `calls` calls with fresh inputs, gathered activation included. With `views`, the
-    inputs are not contiguous; with `into`, the op writes to `out`."""
+    """Return the largest error of the results and gathered activations over `calls` calls with fresh inputs. With
+    `views`, the inputs are not contiguous; with `into`, the op writes to `out`."""
     worst, device = 0.0, world.device
     m = sum(shards)
     for call in range(calls):

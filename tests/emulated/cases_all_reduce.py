@@ -1,4 +1,4 @@
-"""The results of the all-reduce ops, written once for every backend: each function runs on one rank and returns its
+"""The cases of the all-reduce ops, written once for every backend: each function runs on one rank and returns its
 error.
 """
 
@@ -34,7 +34,7 @@ def reference(
 def requantized(
     expected: torch.Tensor, actual: torch.Tensor, scales: torch.Tensor, recipe: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the quantized rows, and the same rows dequantized."""
+    """Return the quantized rows, and the rows after dequantization."""
     group = expected.shape[1] if recipe == "row" else 128
     parts = expected.float().view(len(expected), -1, group)
     scale = parts.abs().amax(2, keepdim=True).clamp_min(1e-12) / 448
@@ -49,9 +49,9 @@ def norm_case(
     out_dtype: torch.dtype | None = None, calls: int = 2, seed: int = 0, into: str = "", symmetric: bool = False,
     views: bool = False, quantize: str | None = None,
 ) -> float:  # fmt: skip
-    """Return the largest error over `calls` calls with fresh inputs, new residual included. With `quantize`, a recipe,
-    the error is the dequantized rows' error. `into` is "" (a fresh output), "plain" or "symmetric" memory. With
-    `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
+    """Return the largest error of the results and new residuals over `calls` calls with fresh inputs. With `quantize`,
+    a recipe, the function returns the error of the dequantized rows. `into` is "" (a fresh output), "plain" or
+    "symmetric" memory. With `symmetric`, x is in symmetric memory; with `views`, it is not contiguous."""
     worst, device, eps = 0.0, world.device, 1e-5
     rows = balanced_rows(m, world.size)
     lo = sum(rows[: world.rank])
@@ -121,8 +121,8 @@ def sum_case(
 
 
 def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, width: int) -> float:
-    """Make a call with arguments drawn from `rng`, the same on every rank: up to `most` rows of up to `width` elements.
-    Return the error divided by the bound of the output's dtype; a correct result gives at most 1."""
+    """Make a call with arguments drawn from `rng`, the same on every rank, for up to `most` rows of up to `width`
+    elements. Return the error divided by the bound of the output's dtype; a correct result gives at most 1."""
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
     if rng.random() < 0.5:
@@ -143,8 +143,8 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Return the relative error that rounding the sum, the residual and the output explains: with float8, two roundings
-    may differ."""
+    """Return the relative error that rounding of the sum, the residual and the output can cause; with float8, two
+    roundings may differ."""
     return {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3, FP8: 2e-2}[dtype]
 
 

@@ -61,7 +61,7 @@ class Shape:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sees: torch.Tensor, scale: float, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse in the dtype of q, where each query attends to the keys that `sees` [m, S] marks."""
+    """Return out and lse in the dtype of q; each query attends to the keys that `sees` [m, S] marks."""
     heads_per_kv = q.shape[1] // k.shape[1]
     s = torch.einsum("mhd,nhd->hmn", q, k.repeat_interleave(heads_per_kv, 1)) * scale
     s = s.masked_fill(~sees.to(s.device), float("-inf"))
@@ -73,7 +73,7 @@ def attention(
 
 @dataclass
 class Inputs:
-    """The operands of one call: those of the whole sequence, on the host, and those of this rank, on the device."""
+    """The operands of one call: the whole sequence's operands on the host, and this rank's operands on the device."""
 
     world: weft.World
     shape: Shape
@@ -147,7 +147,7 @@ def attention_case(
 
 def gradients_case(world: weft.World, shape: Shape, plan: str | Plan = "segmented", seed: int = 0) -> float:
     """Return the largest error of the gradients of q, k, v and the sinks, compared with autograd over the whole
-    sequence. The loss is summed over ranks, and so are the sinks' gradients."""
+    sequence. The loss, and the gradients of the sinks, are summed over ranks."""
     inputs, size = Inputs(world, shape, 100 * seed), world.size
     leaves = [t.requires_grad_() for t in inputs.local_qkv()]
     options = inputs.options()

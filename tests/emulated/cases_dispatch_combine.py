@@ -1,4 +1,5 @@
-"""The results of `weft.moe.dispatch` and `combine`, equal to the bit; each function runs on one rank."""
+"""Cases of `weft.moe.dispatch` and `combine`, whose results must equal the reference bit for bit; each function runs on
+one rank."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ BF = torch.bfloat16
 
 
 def scaled(x: torch.Tensor, expert: torch.Tensor | int) -> torch.Tensor:
-    """Scale rows as the experts of these cases do: exactly in bfloat16."""
+    """Scale rows as the experts of these cases do; the scaling is exact in bfloat16."""
     return x * 2.0 ** (torch.as_tensor(expert) % 5)
 
 
@@ -83,7 +84,7 @@ class Routed:
     ids: list[torch.Tensor]  # one tensor per rank
     experts: int
     alignment: int
-    most: int  # the most rows of an expert; 0: no limit
+    most: int  # the largest number of rows of an expert; 0: no limit
 
     def tables(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the tables for contiguous rows; sources, counts and drops are included only if each expert has a row
@@ -115,7 +116,7 @@ class Routed:
         return torch.where(kept[: len(self.ids[rank])], self.ids[rank], -1)
 
 
-@torch.no_grad()  # without gradients, the handle has the buffer's own tables
+@torch.no_grad()  # without gradients, the handle contains the buffer's own tables
 def launch_dispatch(
     world: weft.World, operands: op.DispatchOperands, options: tuple[Any, ...]
 ) -> tuple[torch.Tensor, weft.moe.Handle]:
@@ -141,7 +142,7 @@ def launch_combine(
 
 @dataclass
 class Caller:
-    """The calls of one rank. The class writes their operands to `memory` and copies their results from it."""
+    """The calls of one rank. The class writes the operands to `memory` and copies the results from there."""
 
     world: weft.World
     memory: Memory
@@ -205,8 +206,8 @@ class Caller:
 
 @contextlib.contextmanager
 def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
-    """Add to `reported` the rows that an Overflow counts for each rank: all rows that this rank's experts dropped, and
-    this rank's tokens that other ranks dropped."""
+    """Add to `reported` the number of rows that an Overflow counts for each rank: all rows that this rank's experts
+    dropped, and this rank's tokens that other ranks dropped."""
     try:
         yield
     except weft.Overflow as e:
@@ -215,7 +216,7 @@ def overflows(world: weft.World, reported: Counter[int]) -> Iterator[None]:
 
 
 def noticed(world: weft.World) -> Counter[int]:
-    """Wait for all work, and return the counts of the Overflow, if one is raised."""
+    """Wait for all work, and return the counts of the Overflow if one was raised."""
     reported = Counter[int]()
     with overflows(world, reported):
         world.synchronize()
@@ -224,8 +225,8 @@ def noticed(world: weft.World) -> Counter[int]:
 
 
 def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
-    """In every other call the first experts receive more rows than fit. These rows belong to tokens that fitted in the
-    call before, and the outboxes still hold those tokens' sums."""
+    """In every other call the first experts receive more rows than fit. The surplus rows belong to tokens that fitted
+    in the previous call, and the outboxes still contain those tokens' sums."""
     if call % 2 == 0:
         return at_random(call, rank, t, layer, world)
     return torch.arange(layer.k).expand(t, -1)
@@ -236,7 +237,7 @@ def exchange_case(
     flight: int = 2, streams: Sequence[str] = ("main",), layout: str = "contiguous", alignment: int = 1, max_m: int = 0,
     ids_of: Ids = at_random,
 ) -> int:  # fmt: skip
-    """Return the number of wrong results. `flight` calls are in flight at once, on alternating streams."""
+    """Return the number of wrong results. `flight` calls are pending at once, on alternating streams."""
     layer = Layer(max(tokens), experts, k, hidden, 8, BF)
     caller = Caller(world, Memory(world), layer, tokens, ids_of, layout, alignment, max_m)
     for call in range(calls):
@@ -270,7 +271,7 @@ def microbatches(world: weft.World, routes: Routes, w1: torch.Tensor) -> tuple[R
 def two_under_way(
     world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of two microbatches' results, one of which is used twice, and the counts of their handles."""
+    """Return the sum of two microbatches' results, one of which is used twice, and the counts in their handles."""
     experts = w1.shape[0] * world.size
     (a, handle_a), (b, handle_b) = (
         weft.moe.dispatch(*microbatch, experts=experts, world=world, **options)
@@ -284,7 +285,7 @@ def two_under_way(
 def one_by_one(
     world: weft.World, routes: Routes, w1: torch.Tensor, w2: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `two_under_way` with calls that follow one another."""
+    """Compute the same results as `two_under_way`, but with calls that follow one another."""
     results, counts = [], []
     for microbatch in microbatches(world, routes, w1):
         rows, handle = weft.moe.dispatch(*microbatch, experts=w1.shape[0] * world.size, world=world, **options)

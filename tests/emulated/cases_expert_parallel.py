@@ -1,5 +1,5 @@
-"""Layers of whole experts for `cases_moe.py`, called by `weft.moe.moe` or by the run of one plan; and layers that drop
-rows for lack of room. Each function runs on one rank.
+"""Layers of whole experts for `cases_moe.py`, called through `weft.moe.moe` or through the run of one plan; and layers
+that drop rows because an expert is full. Each function runs on one rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODULES: dict[type[Plan], Any] = {
     Dispatched: dispatched,
     FusedMoe: fused,
     LowLatency: low_latency,
-}  # the run of each class of plans
+}  # the function that runs each class of plans
 
 
 def whole_experts(world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, **options: Any) -> torch.Tensor:
@@ -48,8 +48,8 @@ def steps(
 
 
 def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
-    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows, a
-    different one each time. Every rank whose rows were dropped is notified of their number and of the full rank."""
+    """Call two layers on alternating streams without waiting for the hosts. In most calls one rank overflows; the rank
+    changes from call to call. Every rank whose rows were dropped is notified of their number and of the full rank."""
     layer, size, counts = Layer(40, 2 * world.size, 1, 32, 24, torch.bfloat16), world.size, (40, 33, 25)[: world.size]
     expert_weights, reported, lost = Model(world, layer, False).local_weights[:2], Counter[int](), Counter[int]()
     x, weights = draw(world.rank, counts[world.rank], layer.hidden), torch.ones(counts[world.rank], 1)
@@ -67,9 +67,9 @@ def overfull_layers(world: weft.World, plan: str, calls: int = 6) -> None:
 
 
 def no_room_case(world: weft.World) -> None:
-    """With room for 32 rows of an expert, calls that fit alternate with calls that route 40 rows to one expert. Dropped
-    routes contribute to no sum, and neither they nor their tokens have a gradient, although they had one in the call
-    before."""
+    """Each expert can receive 32 rows. Calls that fit alternate with calls that route 40 rows to one expert. Dropped
+    routes contribute to no sum. Neither the routes nor their tokens have a gradient, although they had a gradient in
+    the previous call."""
     layer = Layer(20, 2, 1, 32, 24, torch.bfloat16)
     model = Model(world, layer, False)
     for call, fits in enumerate((True, False, True, False)):

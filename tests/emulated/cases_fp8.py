@@ -1,7 +1,7 @@
-"""The results of ops with 8-bit operands, for every backend: each function runs on one rank and returns its error.
+"""Cases of the ops with 8-bit operands, for every backend: each function runs on one rank and returns its error.
 
-References are float64 products of the dequantized operands. The operands are already rounded to e4m3, so that all
-errors come from summing and from rounding the result.
+References are float64 GEMMs of the dequantized operands. The operands are already rounded to e4m3, so that all errors
+come from summing and from rounding the result.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def factors(
 
 
 def wanted(x: torch.Tensor, w: torch.Tensor, xs: torch.Tensor, ws: torch.Tensor, scaling: str) -> torch.Tensor:
-    """Return the product in float64, or in float32 if the operands are large."""
+    """Return the matrix product in float64, or in float32 if the operands are large."""
     rows = 128 if scaling == "block" else 1
     a, b = dequantized(x, xs), dequantized(w, ws, rows)
     return a.double() @ b.double().t() if a.numel() + b.numel() < 1 << 22 else a @ b.t()
@@ -116,7 +116,7 @@ def all_gather_case(
     dtype: torch.dtype = torch.bfloat16, fast: bool = False, calls: int = 1, seed: int = 0,
 ) -> float:  # fmt: skip
     """Return the largest error of all_gather_matmul over calls with fresh inputs. Gathered rows and scales must equal
-    the ranks' own."""
+    the rows and scales of the ranks."""
     worst, me, m = 0.0, world.rank, sum(shards)
     for call in range(calls):
         s = (seed * 100 + call) * 10

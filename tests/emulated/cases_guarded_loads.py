@@ -1,5 +1,5 @@
-"""Kernels that wait inside a pipelined loop (lang/guarded_loads.py), and the results that they must give on every
-backend: each function runs on one rank."""
+"""Kernels that wait inside a pipelined loop (lang/guarded_loads.py), and their expected results on every backend: each
+function runs on one rank."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def exchange_and_sum(
     w, received, boxes, received_desc, w_desc, out, delays, epoch, ch, parts, total_of: tl.constexpr, N: tl.constexpr
 ):
     """out [N, N] = sum over parts of received [parts, N, N] @ w [parts, N, N], where `received` is the w of the
-    previous rank. One program sends the parts, each after the number of atomics in `delays` [parts + 1], while the
-    other program sums."""
+    previous rank. One program sends the parts, each after the number of atomics that `delays` [parts + 1] lists for it,
+    while the other program sums."""
     index = tl.arange(0, N)
     block = index[:, None] * N + index[None, :]
     if tl.program_id(0) == 0:
@@ -126,7 +126,7 @@ def count_wrong_sums(
     parts: int = PARTS,
     delays: Iterable[list[int]] = ([0] * PARTS,),
 ) -> int:
-    """Return the number of calls that gave a wrong sum when the parts are sent after these delays."""
+    """Return the number of calls with a wrong sum if the parts are sent after these delays."""
     generators = [torch.Generator().manual_seed(rank) for rank in range(world.size)]
     weights = [torch.randint(-2, 3, (parts, n, n), generator=g).bfloat16().to(world.device) for g in generators]
     w, before = weights[world.rank], weights[world.rank - 1]
@@ -142,7 +142,7 @@ def count_wrong_sums(
     args |= dict(total_of=FORMS[form], N=n, delays=world.empty((parts + 1,), torch.int32))
     wrong = 0
     for call, ahead_of_part in enumerate(delays):
-        if call:  # parts of the previous call must not pass for this call's
+        if call:  # the kernel must not mistake parts of the previous call for parts of this call
             world.synchronize()
             world.exchange(None)
             received.local.zero_()
@@ -196,7 +196,7 @@ def step_by_step_with_pointers(
 def by_segments(
     a, b, a_desc, b_desc, ch, row, col, K, STEPS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
 ):
-    """Compute the product without a guard: its pipelined loop has no wait."""
+    """Compute the matrix product without a guard: its pipelined loop contains no wait."""
     acc = tl.zeros((BM, BN), tl.float32)
     for part in range(K // (STEPS * BK)):
         wl.peer_tile_wait(ch, part, -1)
@@ -227,7 +227,7 @@ def product(a, b, a_desc, b_desc, out_desc, epoch, ch, M, N, K, programs, tile_o
 def product_launch(
     world: World, form: str, kernel: Kernel, a: torch.Tensor, b: torch.Tensor, steps: int, tile: tuple[int, int, int], programs: int, warps: int
 ) -> tuple[Callable[[], None], torch.Tensor]:  # fmt: skip
-    """Return the launch of `product`, which may be repeated, and its result."""
+    """Return a launch of `product`, which may be repeated, and its result."""
     (m, k), n, (bm, bn, bk) = a.shape, b.shape[0], tile
     out = world.empty((m, n), torch.bfloat16)
     args: dict[str, Any] = dict(a=a, b=b, M=m, N=n, K=k, programs=programs, STEPS=steps, BM=bm, BN=bn, BK=bk)

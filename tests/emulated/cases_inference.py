@@ -1,5 +1,5 @@
-"""Every operator runs first in inference mode, as in an evaluation before training, and then in training: later calls
-must be able to use the memory that a World allocates for the first one.
+"""Every operator runs first in inference mode, as in an evaluation before training, and then in training. The training
+calls must be able to use the memory that a World allocated in inference mode.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def operand(world: World, *shape: int, gradient: bool = False, seed: int = 0) ->
 
 
 def width(world: World) -> int:
-    """Return the number of columns of all operands; GPUs need more."""
+    """Return the number of columns of all operands, which is larger on GPUs."""
     return 16 if world.device.type == "cpu" else 256
 
 
 def routes(world: World, gradient: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts of six tokens, two of 2 W for each token, and their weights."""
+    """Return the experts of six tokens, two of the 2 W experts for each token, and their weights."""
     ids = torch.arange(12, device=world.device).view(6, 2).int() % (2 * world.size)
     return ids, torch.full((6, 2), 0.5, device=world.device).requires_grad_(gradient)
 
@@ -127,7 +127,7 @@ def placed(world: World, gradient: bool) -> Any:
     return moe.expert_placement(routes(world)[0], table, world=world)
 
 
-# For each op of the registry, a call of every kind of plan.
+# For each op of the registry, one call for every kind of plan.
 BY_PLAN: dict[str, tuple[Callable[[str], Call], tuple[str, ...]]] = {
     "all_gather_matmul": (lambda plan: gemm("all_gather_matmul", plan), ("decomposed", "fused", "one_shot")),
     "matmul_reduce_scatter": (
@@ -169,7 +169,7 @@ assert SEQUENTIAL.keys() == OPS, "every operator has a case"
 
 
 def is_of_machine(thing: object) -> bool:
-    """Return whether the object belongs to the code or the machine, which a World need not keep alive."""
+    """Return whether the object belongs to the code or the machine, and not to a World."""
     of_code = isinstance(thing, (type, types.ModuleType, types.FrameType, Backend))
     return of_code or type(thing).__module__.startswith(("weft.emulator", "greenlet"))
 
@@ -192,8 +192,8 @@ def kept_in_inference_mode(world: World) -> list[tuple[int, ...]]:
 
 
 def inference_then_training(world: World, call: Call) -> float:
-    """Return infinity if the World kept an inference tensor alive, else 0. A later call that cannot use the memory of
-    the first one raises an error."""
+    """Return infinity if the World kept an inference tensor alive, and otherwise 0. A later call raises an error if it
+    cannot use the memory of the first call."""
     with torch.inference_mode():
         call(world, False)
         world.synchronize()

@@ -1,4 +1,4 @@
-"""The results of GEMM + all-to-all on every backend: each function runs on one rank."""
+"""Cases of GEMM + all-to-all for every backend: each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def all_to_all_case(
     world: weft.World, to: Sequence[Sequence[int]], n: int, k: int, plan: str | Plan, *, bias: bool = False,
     dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 2, again: bool = True, into: bool = False,
 ) -> float:  # fmt: skip
-    """Return the error of the received rows. Each row must arrive whole and in its place: column 0 holds its sender."""
+    """Return the error of the received rows. Each row must arrive whole and in its place: column 0 contains the row's
+    sender."""
     me, size, worst = world.rank, world.size, 0.0
     routing = weft.route(to[me], world=world) if again else None
     for call in range(calls):

@@ -1,4 +1,4 @@
-"""The results of GEMM + all-to-all with routing on the device, on every backend: each function runs on one rank."""
+"""Cases of GEMM + all-to-all with routing on the device, for every backend: each function runs on one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def uniform(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def some_nowhere(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Draw destinations, some of which are no rank; one rank sends nothing."""
+    """Draw destinations, some of which are not ranks; one rank sends nothing."""
     nothing = rng.randrange(ranks)
     return [
         [rng.choice([-1, -7, ranks, 1 << 30]) if s == nothing or rng.random() < 0.3 else rng.randrange(ranks) for _ in range(m)]
@@ -36,7 +36,7 @@ def to_one(rng: random.Random, ranks: int, m: int) -> Routing:
 
 
 def uneven(rng: random.Random, ranks: int, m: int) -> Routing:
-    """Draw sorted destinations; each sender sends most of its rows to one rank, which differs for each sender."""
+    """Draw sorted destinations. Each sender sends most of its rows to one rank, which differs between senders."""
     return [sorted(rng.choices(range(ranks), [5 * (d == (s + 1) % ranks) + 0.2 for d in range(ranks)], k=m)) for s in range(ranks)]  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""The results of GEMM + reduce-scatter and GEMM + all-reduce on every backend: each function runs on one rank and
-returns its error."""
+"""Cases of GEMM + reduce-scatter and GEMM + all-reduce for every backend: each function runs on one rank and returns
+its error."""
 
 from __future__ import annotations
 

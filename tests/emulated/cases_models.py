@@ -1,4 +1,4 @@
-"""The results of a decoder, written once for every backend: each function runs on one rank and returns its error."""
+"""Cases of a decoder, written once for every backend: each function runs on one rank and returns its error."""
 
 from __future__ import annotations
 
@@ -229,8 +229,8 @@ def build_llama(
     world: weft.World, config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16, sure: bool = False,
     parallel: str = "expert",
 ) -> Llama:  # fmt: skip
-    """With `sure`, the output head prefers one token by far, the one before the last in the vocabulary, so that a wrong
-    layer changes the greedy token and another plan's rounding does not."""
+    """With `sure`, the output head strongly prefers one token, the second to last of the vocabulary. A wrong layer then
+    changes the greedy token, and another plan's rounding does not."""
     model, weights = Llama(config, world=world, dtype=dtype, parallel=parallel), state(config, seed, dtype)
     if sure:
         weights["lm_head.weight"] = 0.3 * weights["lm_head.weight"] + weights["model.embed_tokens.weight"].roll(-1, 0)
@@ -263,7 +263,8 @@ class Requests:
         return torch.cat(ids), Batch(tuple(lengths.values()), tuple(starts), tuple(self.slots[r] for r in lengths))
 
     def steps(self, rng: random.Random) -> Iterator[tuple[Tensor, Batch, list[int]]]:
-        """Yield random chunks of random requests until all are processed, often of single tokens as in decoding."""
+        """Yield random chunks of random requests until all are processed; many chunks are single tokens, as in
+        decoding."""
         while left := [r for r in range(len(self.prompts)) if self.done[r] < len(self.prompts[r])]:
             chosen = rng.sample(left, rng.randint(1, len(left)))
             room = {r: len(self.prompts[r]) - self.done[r] for r in chosen}
@@ -296,8 +297,8 @@ def halves(
     world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4),
     parallel: str = "expert",
 ) -> float:  # fmt: skip
-    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. Both make the same
-    kernel calls, so logits and cache must be equal to the bit. With `history`, the cache already holds half of every
+    """Compare a woven batch with its prefix and its suffix as two successive, unwoven batches. Both runs make the same
+    kernel calls, so logits and cache must be equal bit for bit. With `history`, the cache already holds half of every
     request. Return 0."""
     c = Config.from_hf(config)
     model = build_llama(world, c, seed, parallel=parallel)
@@ -372,8 +373,8 @@ def padded(
 
 
 def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
-    """Compare a prompt of `long` tokens with the reference. Its batch also has the second chunk of a prompt twice as
-    long and, if a separate kernel attends to single tokens, a single token. On GPUs the pass is captured and
+    """Compare a prompt of `long` tokens with the reference. The batch also contains the second chunk of a prompt twice
+    as long and, if a separate kernel attends to single tokens, a single token. On GPUs the pass is captured and
     replayed."""
     c = Config.from_hf(config)
     model, cache = build_llama(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
@@ -495,8 +496,8 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
 
 
 def woven_mixture_cases(world: weft.World, kind: str) -> Iterator[tuple[str, float, Callable[[], float]]]:
-    """Return cases with two token parts and all rows on every rank, for whole experts and for experts split by
-    columns."""
+    """Return cases whose tokens form two parts and whose ranks hold all rows, for whole experts and for experts split
+    by columns."""
     config, lengths = larger(kind), (300, 211, 64)
     for parallel in ("expert", "tensor"):
         options = dict(config=config, parallel=parallel)

@@ -1,6 +1,6 @@
 """Layers of experts, whole or split by columns: shapes, weights and routings, and the results and gradients that every
-plan must give. Each function runs on one rank. A `Run` is a function that calls a layer; cases_expert_parallel.py and
-cases_tensor_parallel.py define them."""
+plan must produce. Each function runs on one rank. A `Run` is a function that calls a layer; cases_expert_parallel.py
+and cases_tensor_parallel.py define them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids =
 
 
 def counts_of(tokens: Sequence[int], call: int, ranks: int) -> list[int]:
-    """Return every rank's number of tokens; the numbers differ in every call."""
+    """Return every rank's number of tokens, which differs in every call."""
     return [tokens[(rank + call) % len(tokens)] for rank in range(ranks)]
 
 
@@ -177,8 +177,8 @@ def values_of(model: Model, operands: Sequence[torch.Tensor]) -> dict[str, torch
 
 
 class Memory:
-    """One rank's operands in a stream-ordered program. Operations on the current stream rewrite them for every call and
-    copy the results, without any synchronisation."""
+    """One rank's operands in a stream-ordered program. Operations on the current stream rewrite the operands for every
+    call and copy the results, without any synchronisation."""
 
     def __init__(self, world: weft.World) -> None:
         self.world, self.tensors = world, dict[Any, torch.Tensor]()
@@ -240,9 +240,9 @@ def layer_case(
 
 
 def reference_gradients(model: Model, operands: Sequence[Routed]) -> dict[str, torch.Tensor]:
-    """Return the float64 gradients, computed for the whole layer in one process, of this rank's x, weights and shared,
-    and of its part of the experts. `operands` lists every rank's operands. The activation's input is rounded as the op
-    saves it, since the rounding decides on which side of a clamp's limit it falls."""
+    """Return the float64 gradients of this rank's x, weights and shared, and of its part of the experts. The gradients
+    are computed for the whole layer in one process. `operands` lists every rank's operands. The activation's input is
+    rounded as the op saves it, because the rounding determines on which side of a clamp's limit the input falls."""
     me, experts = model.rank, [t.double().requires_grad_() for t in model.whole]
     xs = [o.x.double().requires_grad_() for o in operands]
     weights = [o.weights.double().requires_grad_() for o in operands]

@@ -1,8 +1,8 @@
 """Layers whose router is part of the layer's launch, for the emulator's tests, the mutation gate and GPUs.
 
-The logits are exact, so that a router in a launch of its own gives the same bits: tokens and the router's weights are
-small integers times a power of two, and float32 represents the sums of their products exactly. Each function runs on
-one rank.
+The logits are exact, so a router in a separate launch gives the same bits: tokens and the router's weights are small
+integers times a power of two, and float32 represents the sums of their products exactly. Each function runs on one
+rank.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WITH_ROUTER = replace(SMALL_MOE, route=True)
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """A layer, its router, and the ranks' numbers of tokens, which rotate from call to call."""
+    """A layer, its router, and the ranks' numbers of tokens, which rotate between calls."""
 
     experts: int = 4
     k: int = 2
@@ -45,7 +45,7 @@ class RoutedLayer:
     groups: int = 0
     top_groups: int = 0
     scale: float = 1.0
-    spread: int = 4  # the range of the logits, approximately
+    spread: int = 4  # the approximate range of the logits
 
     @property
     def layer(self) -> Layer:
@@ -130,8 +130,8 @@ class RouterCase:
         self.results.append((values, Routed(*map(self.copy, results))))
 
     def check(self) -> float:
-        """Compare the routes of all calls bit for bit with those that the router's own kernel returns, and return the
-        largest error of the results compared with torch's."""
+        """Compare the routes of all calls bit for bit with the routes of the router's own kernel, and return the
+        largest error of the results relative to torch's."""
         self.world.synchronize()
         worst = 0.0
         for call, (x, results) in enumerate(self.results):

@@ -29,7 +29,7 @@ def rows_of_rank(world: weft.World, t: Tensor, shards: Sequence[int]) -> Tensor:
 
 
 def worst(*pairs: tuple[Tensor | None, Tensor | None]) -> float:
-    """Return the largest distance; a gradient that is missing or superfluous is infinitely far."""
+    """Return the largest distance; a missing or superfluous gradient is infinitely far."""
     errors = [0.0]
     for actual, expected in pairs:
         if actual is None or expected is None:
@@ -169,8 +169,8 @@ def mlp_training(
     world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto", steps: int = 3,
     rate: float = 0.02, compiled: str = "", keep: bool = False,
 ) -> float:  # fmt: skip
-    """Train ParallelMLP by SGD beside the unsharded MLP in float64, and compare outputs, gradients of the input and of
-    all weights, and the weights after every step. Return the largest error divided by that of torch's unsharded
+    """Train ParallelMLP and the unsharded MLP in float64 by SGD. Compare outputs, gradients of the input and of all
+    weights, and the weights after every step. Return the largest error divided by the error of torch's unsharded
     bfloat16 MLP, which rounds equally often. `compiled` is a torch.compile backend; with `keep` the module keeps the
     gathered x."""
     state, device = whole_mlp(hidden, inner), world.device
@@ -281,8 +281,8 @@ def linear_pair(
 
 
 def round_trip(world: weft.World, hidden: int, inner: int) -> float:
-    """Load an unsharded state dict into a module, that module's state dict into another one, and gather the second
-    one's unsharded state dict; all bits must be equal. Return 0."""
+    """Load an unsharded state dict into a module, load that module's state dict into a second module, and gather the
+    second module's unsharded state dict. All bits must be equal. Return 0."""
     state = whole_mlp(hidden, inner)
     model = torch.nn.ModuleDict({"mlp": weft.nn.ParallelMLP(hidden, inner, world=world)})
     model.load_state_dict({f"mlp.{k}": v for k, v in state.items()})
@@ -303,7 +303,7 @@ def round_trip(world: weft.World, hidden: int, inner: int) -> float:
 
 # -- compilation -------------------------------------------------------------------------------------------------------
 def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | None = None) -> float:
-    """Compile all ops into one graph: results and gradients must have the same bits as in eager calls. Return 0."""
+    """Compile all ops into one graph: results and gradients must be bitwise equal to eager calls. Return 0."""
     from weft.plans import Sequential
 
     w = world.size

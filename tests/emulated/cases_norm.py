@@ -1,4 +1,4 @@
-"""The results of the row-wise ops on the rows of a GEMM whose result is in tiles, on every backend: each function runs
+"""Cases of the row-wise ops on a GEMM's rows when its result is stored as tiles, for every backend: each function runs
 on one rank.
 """
 

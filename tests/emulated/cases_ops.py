@@ -1,5 +1,4 @@
-"""The results of every op that contains a GEMM, on every backend: each function runs on one rank and returns its
-error."""
+"""Cases of every op that contains a GEMM, for every backend: each function runs on one rank and returns its error."""
 
 from __future__ import annotations
 
@@ -23,7 +22,8 @@ SMALL_FUSED: dict[str, Fused] = dict(zip(OPS, (SMALL_GATHER, SMALL_REDUCE_SCATTE
 
 
 def shared_case(world: weft.World, op: str, rows: int, n: int, plan: object) -> float:
-    """`out` shares memory with x: x is this rank's rows of an all-gather's `out`, or the `out` of an all-reduce."""
+    """`out` shares memory with x: x is this rank's rows in the `out` of an all-gather, or the whole `out` of an
+    all-reduce."""
     xs, w = [draw(r, rows, n) for r in range(world.size)], draw(9, n, n) * 0.1
     if op == "all_gather_matmul":
         out = world.zeros((rows * world.size, n), w.dtype)

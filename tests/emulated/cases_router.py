@@ -1,5 +1,5 @@
-"""Capacity, placement and the router's losses in torch operations; the kernels' results must equal these on every
-backend.
+"""Capacity, placement and the router's losses in torch operations. On every backend the kernels' results must equal
+them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def torch_z_loss(logits: torch.Tensor) -> torch.Tensor:
 
 
 def some_ids(tokens: int, k: int, experts: int, seed: int) -> torch.Tensor:
-    """Return int32 [tokens, k]: expert numbers, low ones more often. A token may name an expert twice, and some entries
-    are -1 or another number that is not an expert's."""
+    """Return int32 [tokens, k]: expert numbers, among which low numbers are more frequent. A token may list an expert
+    twice, and some entries are -1 or another invalid expert number."""
     g = torch.Generator().manual_seed(seed)
     ids = (torch.rand(tokens, k, generator=g).square() * experts).int()
     kind = torch.randint(0, 12, (tokens, k), generator=g)

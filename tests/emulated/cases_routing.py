@@ -33,8 +33,8 @@ class Layer:
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """Return a rank's tables except for `targets`, and `lost`, the number of dropped routes for each rank whose tokens
-    they belong to. `touched` is the amount that a call adds to the touched counts, by source step. `ids` are listed by
+    """Return a rank's tables except for `targets`, and `lost`, which counts the dropped routes by the rank that owns
+    their tokens. `touched` is the number that a call adds to the touched counts, by source step. `ids` are listed by
     rank, without padding."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.max_tokens_per_rank
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
@@ -66,7 +66,7 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
 
 
 def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]:
-    """Draw distinct experts for every token, some of them none, and list them by rank."""
+    """Draw distinct experts for every token, some of them -1, and list them by rank."""
     r = random.Random(seed)
     everyone = range(layer.ranks * layer.experts)
     counts = tokens or [
@@ -76,8 +76,8 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Share routes and build their tables, separated by `World.barrier` instead of the rest of a layer, and return the
-    results. `routed(n)` returns every rank's ids in call n."""
+    """Share routes, build their tables, and return the results. `World.barrier` separates calls in place of the rest of
+    a layer. `routed(n)` returns every rank's ids in call n."""
 
     def main(world: World) -> None:
         seen = []
@@ -87,9 +87,9 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             sizes = TableSizes(layer.experts, layer.max_tokens_per_rank, layer.block_m, layer.max_rows)
             tables = routed_tables(world, ids, weights_of(ids, world.rank), sizes)
             seen.append(copied(world, *tables))
-            world.barrier()  # no rank may share routes again before all ranks have read these
+            world.barrier()  # no rank may share routes again before all ranks have read the current ones
         lost = [[reference(layer, r, routed(n))["lost"] for n in range(layer.calls)] for r in range(layer.ranks)]
-        by_source = torch.tensor(lost).sum(1)  # [rank without room, rank of the tokens]
+        by_source = torch.tensor(lost).sum(1)  # [rank whose experts are full, rank of the tokens]
         message = ""
         try:
             world.synchronize()
@@ -101,7 +101,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
         by_source.fill_diagonal_(0)
         assert (
             left_out_words(world).words.tolist() == by_source[:, world.rank].tolist()
-        )  # no weighted sums follow that would read and clear the words
+        )  # no weighted sums follow, which would read and clear the words
         targets = [0] * layer.ranks
         for n, (ids_all, weights_all, *tables) in enumerate(seen):
             ids = routed(n)

@@ -1,6 +1,6 @@
-"""Random calls of all operators on several streams of ranks whose hosts run ahead. They check whether weft's locks,
-barriers and events order concurrent operators' accesses to shared memory. The expected result is computed before the
-call, since torch waits for a call whose operands it reads. A seed draws the calls:
+"""Random calls of all operators on several streams of ranks whose hosts run ahead. The calls check whether weft's
+locks, barriers and events order concurrent operators' accesses to shared memory. The expected result is computed before
+the call, because torch waits for a call whose operands it reads. A seed draws the calls:
 
 python -m tests.emulated.cases_streams 10000 [first seed] # the number of seeds; prints the failing ones
 

@@ -1,4 +1,4 @@
-"""Layers whose experts are split by columns over ranks, whose two halves `cases_moe.py` calls, and cases of each half
+"""Layers whose experts are split by columns over ranks, called by `cases_moe.py` in two halves, and cases of each half
 alone. Each function runs on one rank.
 """
 
@@ -25,7 +25,7 @@ def both_halves(
     world: weft.World, model: Model, ids: torch.Tensor, t: Tensors, *, rows: Sequence[int] | None = None,
     plan: str | Plan = "dispatched", second: str | Plan | None = None, keep: str = "rows",
 ) -> torch.Tensor:  # fmt: skip
-    """Call both ops. `second` is the plan of the second one, if it differs."""
+    """Call both ops. `second` is the plan of the second half, if it differs."""
     common: dict[str, Any] = dict(rows=rows, tp_size=model.tp_size, world=world)
     hidden, routes = weft.all_gather_grouped_matmul(
         t["x"], ids, t["weights"], t["w13"], b13=t["b13"], activation=model.layer.activation, inner=model.inner, keep=keep,
@@ -43,9 +43,9 @@ def operands_of(layer: Layer, world: weft.World, tokens: int, call: int, ids_of:
 
 
 def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: int = 4) -> float:
-    """Return the largest error of calls whose first halves all run first, and whose second halves follow in reverse
-    order. Nothing synchronises the first halves, whose operands are rewritten in the same memory. In one of the calls,
-    no GEMM delays the stream."""
+    """Return the largest error of calls whose first halves all run first; their second halves follow in reverse order.
+    Nothing synchronises the first halves, whose operands are rewritten in the same memory. In one of the calls, no GEMM
+    delays the stream."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Model(world, layer, False, tp_size=world.size), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in operands_of(layer, world, 18, 0, in_turn)]
@@ -69,7 +69,7 @@ def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: i
 
 
 def around_layer(world: weft.World, calls: int = 3) -> float:
-    """Return the largest error of layers whose halves are separated by a layer of whole experts: the second half first
+    """Return the largest error of layers whose halves are separated by a layer of whole experts. The second half first
     uses the memory of that layer's y. The same second half is called twice. Nothing synchronises these calls."""
     tokens, kept = 5, []
     layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)

@@ -1,5 +1,5 @@
-"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad input.
-The emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
+"""All-reduce and all-reduce + norm on emulated ranks are compared with torch: every plan, any shape, many schedules,
+bad input. The emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_every_plan_against_torch(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_symmetric_operands(name: str) -> None:
-    """Peers store results directly in the caller's symmetric memory, and read partial rows from it."""
+    """Peers store results directly to the caller's symmetric memory and read partial rows directly from there."""
     for m in (1, 9):
         options = dict(into="symmetric", symmetric=True, calls=3)
         assert max(emulate(lambda w, m=m, k=options: norm_case(w, m, 64, PLANS[name], **k), 3)) < BF16
@@ -95,8 +95,8 @@ def test_calls_of_the_same_operands(name: str) -> None:
 @pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
-    """Rows may hold infinities, negative zeros, and the bits that mark memory as not yet written (two NaNs, or one NaN
-    of 32 bits)."""
+    """Rows may contain infinities, negative zeros, and the bits that mark memory as not yet written (two NaNs, or one
+    32-bit NaN)."""
 
     bits = torch.int32 if dtype == torch.float32 else torch.int16
 
@@ -148,7 +148,7 @@ def test_posted_results_keep_the_smallest_numbers(plan: Plan, full: bool) -> Non
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
 def test_in_place(name: str, seed: int) -> None:
-    """`out` may be x. Rows of a buffer that also holds x are not mistaken for x."""
+    """`out` may be x. Rows of a buffer that also contains x are not mistaken for x."""
 
     def main(world: weft.World) -> None:
         for seed in range(3):
@@ -167,7 +167,7 @@ def test_in_place(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
 def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
-    """`out` may overlap the residual: it may be this rank's rows of it, or begin one row later."""
+    """`out` may overlap the residual: `out` may be this rank's rows of the residual, or begin one row later."""
 
     def main(world: weft.World) -> float:
         m, h, worst = 8, 64, 0.0
@@ -192,7 +192,8 @@ def test_out_may_share_memory_with_the_residual(name: str, seed: int) -> None:
 
 
 def test_preparing_a_capture_does_not_write_a_residual(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`out` is the residual. An eager call that prepares the plan of a later capture must not write to it."""
+    """`out` is the residual. An eager call that prepares a later capture's plan must not write to that plan's
+    memory."""
     chosen = dict(graph=OneShot(warps=4), eager=Sequential())
     monkeypatch.setattr(reduce_plans.AllReduceRmsNorm, "auto", lambda op, world, call, mode: chosen[mode])
 
@@ -242,7 +243,7 @@ def test_partial_words_are_not_signalled(plan: Plan) -> None:
 
 
 def test_sums_again() -> None:
-    """Later calls, in place, into given memory and into a fresh tensor, take a shorter path. Each of them checks
+    """Later calls, in place, into given memory and into a fresh tensor, run a shorter code path. Each of them checks
     `out`."""
 
     def main(world: weft.World) -> None:
@@ -357,7 +358,7 @@ def test_rows_shorter_than_measured_run_with_nccl(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("times", some([1, 3]))
 def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
-    """Every call clears two thirds of the memory, whatever calls came before."""
+    """Every call clears two thirds of the memory, whatever the previous calls were."""
 
     def main(world: weft.World) -> None:
         call_count = 0

@@ -1,5 +1,5 @@
 """GPUs other than Hopper: plans without symmetric memory, without atomics over the link, and without bulk copies; and
-the tiles that fit on these GPUs. test_offline_architectures.py compiles their kernels."""
+tiles that fit on these GPUs. test_offline_architectures.py compiles the kernels."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_a_decomposed_all_gather_without_symmetric_memory_returns_the_gathered_r
 
 
 def test_low_latency_plans_need_no_atomics_over_the_link(caplog: Any) -> None:
-    """Low-latency rows carry their flags; for every plan with counters, weft logs why it runs as sequential."""
+    """Low-latency rows carry their flags. For every plan with counters, weft runs the sequential plan and logs the
+    reason."""
 
     def main(world: weft.World) -> tuple[float, int]:
         world.backend.symmetric_unsupported = NO_ATOMICS

@@ -50,7 +50,8 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
 
 @pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
 def test_by_heads(causal: bool, layout: str) -> None:
-    """The ranks divide the heads among themselves; if their number is not divisible, each rank computes all heads."""
+    """The ranks divide the heads among themselves; if the number of heads is not divisible, each rank computes all
+    heads."""
     for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
         rows = zigzag_rows(sum(rows), ranks) if layout == "zigzag" else rows
         shape = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
@@ -60,7 +61,7 @@ def test_by_heads(causal: bool, layout: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_sizes_in_turn_by_heads(seed: int) -> None:
-    """One size's results are stored in the memory where another size's queries arrive."""
+    """One size's results are stored in memory where another size's queries arrive."""
 
     def main(world: weft.World) -> float:
         kept = []
@@ -142,8 +143,8 @@ def test_the_result_does_not_depend_on_the_schedule() -> None:
 
 
 def test_merging_is_exact_to_its_rounding() -> None:
-    """Rounding partial results to 16 bits is the only loss of merging: the error is below 1.5 times that of a single
-    pass."""
+    """Only the rounding of partial results to 16 bits loses accuracy in the merge: the error is below 1.5 times the
+    error of a single pass."""
 
     def main(world: weft.World) -> tuple[float, float]:
         inputs = Inputs(world, Shape((64,) * 4, dim=64), 5)
@@ -171,7 +172,7 @@ def test_out_may_hold_q() -> None:
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_batches(batch: int) -> None:
-    """A batch gives the results and gradients of its entries, computed one after another."""
+    """A batch gives the same results and gradients as its entries computed one after another."""
 
     def main(world: weft.World) -> None:
         entries = [Inputs(world, Shape((5, 6), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
@@ -209,7 +210,7 @@ def test_operands_that_are_not_contiguous() -> None:
 
 
 def test_unseen_keys_are_not_sent() -> None:
-    """A rank pushes only those rows of keys that some query of the receiver attends to."""
+    """A rank pushes only the key rows to which some query of the receiver attends."""
 
     def main(world: weft.World, shape: Shape) -> int:
         copied, copy = [], world.backend.copy
@@ -239,7 +240,8 @@ def test_unseen_keys_are_not_sent() -> None:
 # -- which queries attend to which keys --------------------------------------------------------------------------------
 @pytest.mark.parametrize("rows", [(6,), (5, 8), (4, 0, 7), (3, 3, 3, 3), (9, 1, 2, 5)], ids=str)
 def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
-    """Each pair of a query and a key that it attends to is in exactly one block, and no other pair is in any."""
+    """Each pair of a query and a key to which it attends is in exactly one block, and no block contains any other
+    pair."""
     for causal, layout in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
         shape = Shape(rows, causal=causal, layout=layout)
         for rank in range(len(rows)):
@@ -416,8 +418,8 @@ def test_no_rows_at_all() -> None:
 
 # -- attention libraries -----------------------------------------------------------------------------------------------
 def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first library with correct results is chosen; if no library has correct results, the error quotes the failure
-    of each."""
+    """The first library with correct results is chosen. If no library is correct, the error quotes each library's
+    failure."""
     call_shape = torch.device("cpu"), BF, 4, 2, 16
 
     def library(name: str, forward: Any) -> libraries.AttentionLibrary:
@@ -542,12 +544,12 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
 
 
 def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuDNN reads 16 bytes at once, wherever the caller's tensor or the gradient begins in memory."""
+    """cuDNN reads 16 bytes at once, even if the caller's tensor or the gradient begins at an unaligned address."""
     seen: list[bool] = []
     unwatched = backward.gradients
 
     def gradients(world: weft.World, config: Any, operands: BackwardOperands, mask: Any) -> Any:
-        # The library allocates the lse itself.
+        # The attention library allocates the lse itself.
         seen.extend(t.data_ptr() % 16 == 0 for t in operands[:4] + operands[5:])
         return unwatched(world, config, operands, mask)
 

@@ -1,7 +1,7 @@
 """Gradients of the ops on emulated ranks against float64: every operand, any rows, many schedules.
 
-The reference is the unsharded model in one process. Its loss is the sum over ranks or, for an all-reduce, the loss of
-any rank.
+The reference is the unsharded model, computed in one process. The reference's loss is the sum of the ranks' losses or,
+for an all-reduce, any one rank's loss.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def test_only_some_operands(wants: str) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), None])
 def test_plan_of_the_forward(plan: str | Plan | None) -> None:
-    """None stands for the plan that the op's class specifies for small Worlds."""
+    """None represents the plan that the op's class specifies for small Worlds."""
 
     def rank(world: weft.World) -> float:
         gather, reduce = (plan or SMALL_FUSED[op] for op in OPS[:2])

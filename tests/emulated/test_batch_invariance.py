@@ -1,5 +1,5 @@
-"""`weft.init(batch_invariant=True)`: the bits of a row are the same over batches, owners, plans and schedules; on
-another World they are not."""
+"""`weft.init(batch_invariant=True)` makes the bits of a row equal over batches, owners, plans and schedules; on other
+Worlds they differ."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def rows(seed: int, columns: int) -> torch.Tensor:
 
 
 def batch(seed: int, m: int, begin: int, columns: int) -> torch.Tensor:
-    """Return the compared rows among other rows, which differ in each batch."""
+    """Return the compared rows among other rows that differ in each batch."""
     x = draw(1000 * seed + m, m, columns)
     x[begin : begin + ODD] = rows(seed, columns)
     return x
@@ -114,8 +114,8 @@ def norm(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tenso
 
 
 def vllm_sublayers(world: weft.World, plan: str | Plan, m: int, begin: int) -> torch.Tensor:
-    """Call the operator of vLLM's passes, twice, since a repeated call takes a shorter path; or call the operators that
-    it replaces."""
+    """Call the operator of vLLM's passes twice, since a repeated call runs a shorter code path; or call the operators
+    that it replaces."""
     x, residual = batch(10 + world.rank, m, begin, K), batch(5, m, begin, N)
     row, w, column = draw(60 + world.rank, N, K), draw(61, N), draw(80 + world.rank, N, N)
     if plan == "operators":
@@ -209,7 +209,7 @@ def test_plans_differ_without_the_promise(op: Op) -> None:
 
 
 def test_shared_last_tiles_break_the_promise() -> None:
-    """If there are few tiles, programs split K among them, so a row has different bits than after a sum over K in one
+    """If there are few tiles, programs split K among them, so a row's bits differ from those of a sum over K in one
     order."""
 
     def main(world: weft.World) -> None:
@@ -229,8 +229,8 @@ def test_shared_last_tiles_break_the_promise() -> None:
 
 
 def test_tiles_of_any_size_give_the_same_bits() -> None:
-    """Tiles of several sizes give each of 64 equal rows the same bits; steps of K of a different length give different
-    bits."""
+    """For each of 64 equal rows, tiles of several sizes produce the same bits; K steps of a different length produce
+    different bits."""
 
     def main(world: weft.World) -> None:
         x, w = rows(3, 256)[4:].repeat(32, 1), draw(2, N, 256)
@@ -324,7 +324,7 @@ def test_an_op_or_a_world_without_the_promise_is_refused(monkeypatch: pytest.Mon
 
 
 def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error gives the reason: without peer access, decomposed plans run with cuBLAS and NCCL."""
+    """The error message gives the reason: without peer access, decomposed plans run with cuBLAS and NCCL."""
 
     def main(world: weft.World) -> None:
         world.backend.symmetric_unsupported = world.backend.peers_unsupported = "no peer access"
@@ -340,7 +340,7 @@ def test_ranks_without_peer_access_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_auto_times_the_plans_that_keep_the_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """ "auto" does not time plans whose low-latency rows would need much memory. The ranks do not choose a plan for
-    `matmul` jointly: each rank times its tiles by itself."""
+    `matmul` together: each rank times its tiles by itself."""
     monkeypatch.setenv("WEFT_BATCH_INVARIANT", "1")
 
     def main(world: weft.World) -> None:

@@ -1,5 +1,5 @@
-"""Tests of the sizes that are prepared for a capture: all sizes, or, for an engine that names its largest captured
-size, those up to that size."""
+"""Tests of the sizes that are prepared for a capture: all sizes or, if an engine declares its largest captured size,
+the sizes up to that one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The ops as torch.library operators, and their graphs under torch.compile, which must have no break.
+"""The ops run as torch.library operators, and their graphs under torch.compile must have no break.
 
-These tests do not need Inductor: "aot_eager" traces through the fake implementations and the registered gradients, and
-runs the ops. Ranks compile one after the other, each on its own thread.
+The tests in this file do not need Inductor: "aot_eager" traces through the fake implementations and the registered
+gradients, and then runs the ops. Ranks compile one after the other, each on its own thread.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_opcheck() -> None:
                 and "block" not in args
                 and getattr(args[0], "dtype", None) != torch.float8_e4m3fn
             )
-            # test_schema computes with copies of the tensors, and torch has no arithmetic of 8 bits
+            # test_schema computes on copies of the tensors, and torch has no 8-bit arithmetic
             torch.library.opcheck(op.default, args, test_utils=tests if schemas else tests[1:])
 
     emulate(rank, 1)

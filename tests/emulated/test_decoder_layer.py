@@ -1,4 +1,4 @@
-"""One decoder layer against its definition in float64, for each layout of hidden states over ranks."""
+"""The tests compare one decoder layer with its definition in float64, for each layout of hidden states over ranks."""
 
 from __future__ import annotations
 

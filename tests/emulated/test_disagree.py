@@ -1,4 +1,5 @@
-"""Ranks make different calls, each of which all ranks have made before. No rank may silently return a wrong result."""
+"""Ranks make different calls. All ranks have made each of these calls before. No rank may silently return a wrong
+result."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def dispatched(world: World, m: int, plan: str) -> torch.Tensor:
     return moe.combine(rows, handle)
 
 
-# For each op: a function that calls it with a given number of rows on this rank, and its plans.
+# For each op, a function that calls it with a given number of rows on this rank, and the op's plans.
 OPS: dict[str, tuple[Callable[[World, int, str], Any], tuple[str, ...]]] = {
     "all_gather_matmul": (
         lambda world, m, plan: weft.all_gather_matmul(ones(m, 16), ones(8, 16), world=world, plan=plan),
@@ -87,7 +88,7 @@ def test_known_calls_of_other_rows_raise(op: str, plan: str, seed: int) -> None:
     assert "4" in message and "5" in message, message
 
 
-# Plans whose kernels compare calls. The other plans that wait do so on a channel that belongs to this call.
+# Plans whose kernels compare calls. The other plans with waits wait on a channel that belongs to this call.
 COMPARE = ("decomposed", "one_shot", "segmented", "head_parallel", "low_latency", "dispatched", "fused", "")
 KERNELS = [(op, plan) for op, plan in EVERY if plan in COMPARE and (plan != "fused" or op == "moe")]
 KERNELS.remove(("matmul_all_reduce", "decomposed"))  # NCCL sums the parts of this plan
@@ -98,7 +99,7 @@ KERNELS.remove(("matmul_all_reduce", "decomposed"))  # NCCL sums the parts of th
 def test_kernels_compare_the_numbers_of_their_calls(
     monkeypatch: pytest.MonkeyPatch, op: str, plan: str, seed: int
 ) -> None:
-    """The kernels compare calls, since no host compares prepared ones, as on a GPU."""
+    """The kernels compare calls, because hosts do not compare prepared calls, as on a GPU."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
     call = OPS[op][0]
 

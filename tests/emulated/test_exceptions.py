@@ -1,6 +1,6 @@
-"""After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams:
-the exception frees the call's tensors, and the allocator gives their memory to the stream's next operation. In each
-kind of run, each step raises an exception once.
+"""After an exception inside a call, the caller's stream waits for all work that the call has enqueued on side streams.
+The exception frees the call's tensors, whose memory the allocator assigns to the stream's next operation. In each kind
+of run, every step raises an exception once.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ ROWS, N, K = 8, 16, 32
 
 
 class Interrupt(BaseException):
-    """An exception raised in place of a step, as a KeyboardInterrupt may be."""
+    """An exception that replaces a step, as a KeyboardInterrupt may."""
 
 
 class Steps:
-    """Counts the operations that a rank enqueues, and raises in place of operation number `fails`. `allocated` lists
-    all memory allocated during the call."""
+    """A backend that counts the operations a rank enqueues, and raises an exception instead of operation number
+    `fails`. `allocated` lists all memory allocated during the call."""
 
     def __init__(self, world: weft.World) -> None:
         self.backend, self.count, self.fails = world.backend, 0, -1
@@ -83,8 +83,8 @@ class Steps:
 
 
 def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) -> int:
-    """Make the call once for each of its steps, and raise an exception in that step; then write to all memory that the
-    call had allocated. If a side stream has yet to read or write that memory, this write raises a Race. Return the
+    """Make the call once for each of its steps, and raise an exception in that step. Then write to all memory that the
+    call had allocated. This write raises a Race if a side stream has yet to read or write that memory. Return the
     number of steps."""
     call(world)
     world.synchronize()
@@ -100,7 +100,7 @@ def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) 
         for t in steps.allocated:
             world.call(lambda t=t: t.fill_(7), [], [t], world.current_stream())
         world.synchronize()
-        world.exchange("the next call")  # peers still read the rows that this rank has staged
+        world.exchange("the next call")  # peers are still reading the rows that this rank has staged
     return count
 
 
@@ -184,7 +184,8 @@ def test_the_callers_stream_waits_for_a_call_that_raised(case: str) -> None:
 
 
 def fused(world: weft.World, fails: int) -> None:
-    """Launch programs that wait for a launch on another stream, and raise in step `fails` between the two."""
+    """Launch programs that wait for a launch on another stream, and raise an exception in step `fails` between the two
+    launches."""
     call = scatter("fused")
     call(world)
     world.synchronize()
@@ -198,7 +199,7 @@ def fused(world: weft.World, fails: int) -> None:
 
 @pytest.mark.parametrize("fails", range(4))
 def test_the_callers_stream_waits_for_programs_whose_waits_expire(fails: int) -> None:
-    """On a GPU these waits expire; until they do, the programs use the call's memory."""
+    """On a GPU these waits expire; until then, the programs use the call's memory."""
     try:
         weft.spmd(fused, 2, backend="emulated", args=(fails,))
     except weft.Deadlock as e:

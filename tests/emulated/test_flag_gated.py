@@ -1,6 +1,6 @@
 """quack's GEMM may wait without a limit, because the copy engines that set its flags need neither an SM nor a peer. The
-emulator runs the plan's host code with a GEMM that waits shard by shard (tests/emulated/test_ops.py, test_mutation.py);
-tests/gpu/gpu_main.py runs it on GPUs."""
+emulator runs the plan's host code with a GEMM that waits for each shard (tests/emulated/test_ops.py, test_mutation.py);
+tests/gpu/gpu_main.py runs quack's GEMM on GPUs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
 
 
 def test_flags_of_a_first_call_in_inference_mode_are_writable(monkeypatch: Any) -> None:
-    """torch allows no in-place write outside inference mode to tensors that were made inside it."""
+    """Outside inference mode, torch allows no in-place write to tensors that were created inside it."""
     written: list[bool] = []
     plain_signal = EmulatedBackend.signal
 

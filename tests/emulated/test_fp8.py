@@ -1,4 +1,5 @@
-"""8-bit operands in the emulator: every recipe against dequantized float64 products, and unsupported operands."""
+"""8-bit operands in the emulator: every recipe is compared with dequantized float64 products, and unsupported operands
+raise errors."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ def test_vectors_of_scales_have_any_shape() -> None:
 def refused(
     error: type[Exception], match: str, x: Any = None, weight: Any = None, recipe: str = "row", **options: Any
 ) -> None:
-    """`x` and `weight` replace fields of supported operands, or the operands themselves."""
+    """`x` and `weight` replace fields of supported operands or whole operands."""
 
     def rank(world: weft.World) -> None:
         fitting = operands(recipe, world.device)
@@ -243,7 +244,7 @@ def test_nan_is_kept() -> None:
         for recipe, scale in (("row", None), ("block", None), ("tensor", None), ("tensor", torch.ones(1))):
             values = weft.quantize(x, recipe, scale=scale, world=world).values.float()
             assert values[0, 3].isnan(), (recipe, scale)
-            if (recipe, scale) != ("tensor", None):  # in that case the scale of all elements is NaN
+            if (recipe, scale) != ("tensor", None):  # the scale of all elements is then NaN
                 assert values[1, 5] == 448 and values.isnan().sum() == 1, (recipe, scale)
         for plan in ("sequential", "one_shot", "two_shot"):
             normed, _ = weft.all_reduce_rms_norm_quantized(
@@ -375,8 +376,8 @@ def test_promoted_tiles_that_are_short_of_rows(scaling: str) -> None:
 
 
 def test_the_tiles_of_promoted_sums() -> None:
-    """Tiles are 128 x 128, with two programs of four warps per SM, or one program of eight warps beside the programs
-    that sum over ranks."""
+    """Tiles are 128 x 128, with two programs of four warps per SM, or with one program of eight warps next to the
+    programs that sum over ranks."""
     for scaling in (Scaling("block"), Scaling("row", False)):
         for plan in (FusedGather(), FusedGatherByCopies(), FusedGather(tile=GemmTile(64, 256, 64, 4, 5))):
             fitted = with_scaled_tiles(plan, scaling)
@@ -390,8 +391,8 @@ def test_the_tiles_of_promoted_sums() -> None:
 # -- which plan runs ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("op", OPS)
 def test_auto_times_plans_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first call times the tiles for 8-bit operands, whatever the profile contains for 16-bit ones; `explain` names
-    the timed plans."""
+    """The first call times the tiles for 8-bit operands, even if the profile contains times for 16-bit operands;
+    `explain` names the timed plans."""
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: True)
     best = with_scaled_tiles(REGISTRY[op].variants[0], Scaling("block"))
 

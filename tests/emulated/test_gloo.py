@@ -40,7 +40,7 @@ from tests.emulated.cases_ops import case
 from tests.emulated.cases_tensor_parallel import both_halves, routes_case
 from weft import moe
 
-BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # the bounds of the emulated ranks
+BF16, EXPERTS, DECODER = 5e-3, 1.2e-2, 2.5e-2  # the error bounds of the emulated ranks
 Case = tuple[str, float, Callable[[], Any]]
 
 
@@ -63,7 +63,7 @@ def gemms_and_sums(world: weft.World) -> Iterator[Case]:
 
 
 def evaluations(world: weft.World) -> Iterator[Case]:
-    """Return cases for inference mode. They run first, so that the World allocates the memory that it keeps in
+    """Return cases for inference mode. These checks run first, so that the World allocates its persistent memory in
     inference mode."""
     yield from inference_cases(world, SEQUENTIAL)
 
@@ -216,7 +216,7 @@ def parts(world: weft.World) -> tuple[Any, ...]:
     group."""
     part = world.split(world.rank == 0)
     sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, part)]
-    # A sum that is rounded after each rank stays at 256: bfloat16 has no odd numbers above it.
+    # A sum that is rounded after each rank remains 256, because bfloat16 represents no odd numbers above 256.
     rows = torch.full((world.size, 8), 256.0 if world.rank == 0 else 1.0).bfloat16()
     world.reduce_scatter(own_row := torch.empty(1, 8).bfloat16(), rows, None)
     world.all_reduce(rows, None)
@@ -251,7 +251,7 @@ def stays_away(rank: int, store: str, out: str) -> None:
     text = raised(lambda: weft.all_reduce(torch.ones(8), world=world)) if rank == 0 else ""
     (Path(out) / f"{rank}").write_text(text)
     dist.barrier()
-    os._exit(0)  # at a normal exit, a gloo thread that still waits occasionally aborts the process
+    os._exit(0)  # at a normal exit, a gloo thread that is still waiting occasionally aborts the process
 
 
 def test_a_missing_rank_is_a_timeout(tmp_path: Path) -> None:

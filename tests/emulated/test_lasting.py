@@ -19,8 +19,8 @@ from weft.plans import OneShot, Sequential
 
 
 def watched(world: weft.World) -> list[str]:
-    """Return a list of the backend's later allocations that are not persistent, except address tables of views, which
-    only the emulator creates again."""
+    """Return a list of the backend's later allocations that are not persistent. Address tables of views, which only the
+    emulator creates again, are excluded."""
     backend: Any = world.backend
     backend.guard()
     outside: list[str] = []
@@ -70,7 +70,7 @@ def test_a_world_keeps_only_persistent_memory() -> None:
 
 @pytest.mark.parametrize("plan", ["one_shot", "two_shot", "sequential"])
 def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
-    """A graph may be captured after the first call of a size, the only one that allocates memory."""
+    """A graph may be captured after the first call of a size, because only that call allocates memory."""
 
     def main(world: weft.World) -> None:
         outside, x = watched(world), draw(world.rank, 4, 32)
@@ -82,8 +82,8 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
 
 
 def test_a_warm_up_on_one_rank_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank makes its first call on a stream of its own. Although all ranks have called that plan before, this rank
-    waits on the host: the other ranks would not join a collective."""
+    """One rank makes its first call on a side stream. Although all ranks have already called that plan, this rank waits
+    on the host, because the other ranks would not join a collective."""
     plans = {"eager": OneShot(), "graph": Sequential()}
     monkeypatch.setattr(AllReduce, "auto", lambda self, world, call, mode: plans[mode])
 
@@ -100,8 +100,8 @@ def test_a_warm_up_on_one_rank_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPat
 
 
 def test_persistent_memory_is_allocated_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Persistent memory is ordered with the caller's stream. On the default stream, which cannot be captured, it needs
-    no other stream."""
+    """Persistent memory is ordered with the caller's stream. On the default stream, which cannot be captured,
+    persistent memory needs no second stream."""
     backend, log = CudaBackend.__new__(CudaBackend), []  # type: ignore[var-annotated]
     current = ["caller"]
 

@@ -1,5 +1,5 @@
-"""Every lock that a call acquires is needed: without it, two concurrent calls on two streams of a rank share memory,
-or compute a wrong result."""
+"""Every lock that a call acquires is needed. Without the lock, two concurrent calls on two streams of a rank share
+memory, or compute a wrong result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PULL = TwoShotPull(warps=4, stages=2)
 
 @dataclass(frozen=True)
 class Taken:
-    """A lock that a function acquires, and calls on two streams that need it. `site` is the file and the function;
+    """A lock that a function acquires, and calls on two streams that require it. `site` is the file and the function;
     `holder` is the lock's name, or the class of the memory that is locked."""
 
     site: str
@@ -104,8 +104,8 @@ def backward_passes(world: World) -> None:
 
 
 def backward_of_halves(world: World) -> None:
-    """Run the backward passes of second halves on both streams, then the backward passes of first halves, which gather
-    nothing before they write scratch memory."""
+    """Run the backward passes of second halves on both streams. Then run the backward passes of first halves, which
+    gather nothing before they write scratch memory."""
     layer, passes, results = Layer(9, 2, 1, 16, 16, torch.bfloat16), [], []
     model = Model(world, layer, False, tp_size=world.size)
     for i, name in enumerate(STREAMS):
@@ -130,7 +130,8 @@ def backward_of_halves(world: World) -> None:
 
 
 def combine_elsewhere(world: World) -> None:
-    """Call combine on a different stream from dispatch, without passing the rows, which would order the streams."""
+    """Call combine on a different stream from dispatch, without passing the rows, because passing them would order the
+    streams."""
     layer = Layer(9, 2, 1, 16, 8, torch.bfloat16)
     x, ids, weights, *_ = routed(0, world.rank, 9, layer, world.size)
     for _ in range(2):
@@ -218,7 +219,7 @@ def name_of(world: World, holder: Any) -> str:
 
 
 def without(taken: Taken, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make the function skip the lock from now on. Return a list that grows by one entry at each skip."""
+    """Make the function skip the lock from now on. Return a list to which each skip adds an entry."""
     order, dropped = World.order, []
 
     def kept(world: World, holder: Any, stream: Any) -> None:
@@ -256,7 +257,7 @@ def test_a_lock_that_is_not_taken_is_missed(taken: Taken, monkeypatch: pytest.Mo
 
 
 def sites() -> Iterator[str]:
-    """Yield every function that acquires a lock, or that creates a run that acquires one."""
+    """Yield every function that acquires a lock or creates a run that acquires one."""
     for path in sorted(path for path in SOURCE.rglob("*.py") if ".order(" in path.read_text()):
         blocks = [ast.parse(path.read_text())]
         blocks += [node for node in blocks[0].body if isinstance(node, ast.ClassDef)]

@@ -1,5 +1,5 @@
-"""weft's own GEMM, whose programs share the last tiles: its results compared with torch's, for several shapes and
-numbers of programs, and the way in which programs share tiles."""
+"""The results of weft's own GEMM, whose programs share the last tiles, are compared with torch's for several shapes and
+numbers of programs. The way in which programs share tiles is tested too."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_against_torch(m: int, n: int, k: int, programs: int, seed: int) -> None
 
 @pytest.mark.parametrize("programs", [5, 6])
 def test_gated(programs: int) -> None:
-    """Tiles alternate 16 gate rows and 16 up rows; programs share two tiles or four."""
+    """Tiles alternate 16 gate rows and 16 up rows, and programs share two or four tiles."""
 
     def rank(world: weft.World) -> None:
         for m in (16, 32, 48):

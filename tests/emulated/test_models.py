@@ -1,5 +1,5 @@
-"""The decoder on emulated ranks against its definition in float64: every plan, with chunks and history, woven and
-unwoven.
+"""The decoder on emulated ranks is compared with its definition in float64: every plan, with chunks and history, woven
+and unwoven.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def by_tables(
     world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
     out: torch.Tensor, flash: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention from the tables alone, like a flash kernel."""
+    """Compute attention only from the tables, as a flash kernel does."""
     d, regions = keys.shape[-1], (part.single, part.several)
 
     def attend() -> None:
@@ -144,8 +144,8 @@ def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("plan", some(["plain", "fused", "woven", "sequence"], 2))
 def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The definition replaces the attention library here, for whole prompts and for chunks, whose two partial results
-    are merged."""
+    """The definition replaces the attention library here, for whole prompts and for chunks; the two partial results of
+    a chunk are merged."""
     merges = []
     monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
     monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
@@ -156,8 +156,8 @@ def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: p
 
 
 def test_which_prompts_are_long() -> None:
-    """A batch counts as one of long prompts if every entry with several tokens has a multiple of the step, and the
-    layout is not refilled."""
+    """A batch counts as a batch of long prompts if, in every entry with several tokens, their number is a multiple of
+    the step, and if the layout is not refilled."""
 
     def rank(world: weft.World) -> None:
         cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)

@@ -1,4 +1,5 @@
-"""Decoders with experts, biases and norms of the heads, compared with Transformers' logits and with the definition."""
+"""Decoders with experts, biases and norms of the heads are compared with Transformers' logits and with the
+definition."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.config import Mixture
 from weft.nn.weave import LayerPlan
 
-HALF, FLOAT16 = 4e-3, torch.float16  # its rounding error is an eighth of bfloat16's, so a wrong token is noticed
+HALF, FLOAT16 = 4e-3, torch.float16  # float16's rounding error is an eighth of bfloat16's, so a wrong token is noticed
 CLASSES = {
     "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe",
 }  # fmt: skip
@@ -38,8 +39,8 @@ def of_transformers(config: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
 def test_the_definition_is_transformers(kind: str) -> None:
-    """The definition, the reference of every other test, equals Transformers to the rounding of float32, in which
-    Transformers computes norms, positions and the routers' softmax."""
+    """The definition, which is the reference of every other test, equals Transformers up to the float32 rounding with
+    which Transformers computes norms, positions and the routers' softmax."""
     config = (DENSE | MIXTURES)[kind]
     model, ids = of_transformers(config), torch.arange(23) * 5 % 96
     with torch.no_grad():
@@ -49,7 +50,7 @@ def test_the_definition_is_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_prompt_and_decode_steps_beside_transformers(kind: str) -> None:
-    """Two ranks process a prompt of nine tokens, then two single tokens, so that one rank has none."""
+    """Two ranks process a prompt of nine tokens, then two single tokens, so one rank has no tokens."""
     hf_model, ids = of_transformers(MIXTURES[kind]), torch.arange(11) * 5 % 96
     with torch.no_grad():
         expected = hf_model(ids[None]).logits[0, 8:].double()
@@ -94,8 +95,8 @@ def test_padded_layouts_are_refilled() -> None:
 
 
 def test_padding_is_routed_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention leaves arbitrary values, even NaN, in padded rows. These rows are routed to no expert, and change no
-    token's result."""
+    """Attention leaves arbitrary values, even NaN, in padded rows. The padded rows are routed to no expert and change
+    no token's result."""
     config, routed = MIXTURES["mixtral"], []
 
     def kept(x: torch.Tensor, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -152,8 +153,8 @@ def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
 
 
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the libraries' GEMMs and attention, whose sums depend on the number of rows, with definitions whose sums
-    do not."""
+    """Replace the GEMMs and the attention of libraries, whose sums depend on the number of rows, by definitions whose
+    sums do not."""
 
     def linear(backend: Any, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
         out = backend.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
@@ -170,15 +171,15 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
 
 
-# Whole experts and split experts both run in a woven step and in a plain one; the layer around them is the same.
+# Whole experts and split experts both run in a woven step and in a plain step; the layer around them is the same.
 @covered("2-tensor", covering="[2-expert]")
 @pytest.mark.parametrize("parallel", SPLITS)
 @pytest.mark.parametrize("ranks", some([2, 4]))
 def test_a_woven_pass_matches_an_unwoven_one_to_the_bit(
     ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All plans of the norm are compared except "sequential", in which NCCL sums over ranks in an order that may depend
-    on the number of rows. One of two requests, of nine and eight tokens, is in both parts."""
+    """The test compares all plans of the norm except "sequential", in which NCCL's order of summation over ranks may
+    depend on the number of rows. Two requests have nine and eight tokens; one of them is in both parts."""
     by_rows(monkeypatch)
     config, ids = COLUMNS["mixtral"] | dict(num_hidden_layers=1), torch.arange(17) * 5 % 96
     norms = ["two_shot", "one_shot", "decomposed", "sequential"] if ranks == 2 else ["auto"]
@@ -205,7 +206,7 @@ def test_a_woven_pass_matches_an_unwoven_one_to_the_bit(
 
 
 def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all rows on every rank, the experts' ops involve this rank alone. "auto" chooses "sequence", whose ops
+    """With all rows on every rank, the experts' ops involve only this rank. "auto" chooses "sequence", whose ops
     involve all ranks."""
     sizes: list[int] = []
 
@@ -243,7 +244,7 @@ def test_a_part_that_is_read_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch
 
 
 def rank_over_gloo(world: weft.World) -> tuple[float, float]:
-    """Compare woven decoders of whole experts and of split columns with the definition."""
+    """Compare woven decoders with whole experts and with split columns with the definition."""
     config = COLUMNS["qwen2_moe"]
     runs = (chunked(world, "woven", config, count=2, longest=7, dtype=FLOAT16, parallel=p) for p in SPLITS)
     whole, columns = runs

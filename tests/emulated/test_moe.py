@@ -1,5 +1,5 @@
-"""`weft.moe` by every plan: its errors, its operator under torch.compile, and the module, whose parameters have a
-checkpoint's names.
+"""The tests run `weft.moe` with every plan: its errors, its operator under torch.compile, and the module, whose
+parameters have the names of a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`weft.moe.dispatch` and `combine` on emulated ranks, whose results must be equal to the bit; and their compiled
-kernel.
+"""`weft.moe.dispatch` and `combine` on emulated ranks, whose results must equal the reference bit for bit; and their
+compiled kernel.
 """
 
 from __future__ import annotations
@@ -50,14 +50,15 @@ def wrong(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> int:
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize(("ranks", "experts", "k"), [(1, 3, 2), (2, 4, 3), (3, 6, 2), (4, 4, 1)])
 def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
-    """Ranks have different numbers of tokens, or none; two calls are in flight on one stream."""
+    """Ranks have different numbers of tokens, or no tokens; two calls are pending on one stream."""
     assert wrong(ranks, experts=experts, k=k, layout=layout) == 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "masked"])
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
 def test_routings(ids_of: Any, layout: str) -> None:
-    """All tokens go to one rank's experts; some experts, ranks and calls have no rows; some routes name no expert."""
+    """All tokens are routed to one rank's experts; some experts, ranks and calls have no rows; some routes have no
+    expert."""
     assert wrong(2, ids_of=ids_of, layout=layout, calls=1) == 0
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
@@ -66,7 +67,7 @@ def test_routings(ids_of: Any, layout: str) -> None:
 @pytest.mark.parametrize("options", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, options: dict[str, Any]) -> None:
-    """On two streams, NCCL's collectives give the same rows, results and drops."""
+    """On two streams, NCCL's collectives give the same rows, results and dropped rows as weft's kernels."""
 
     def rank(world: weft.World) -> int:
         world.backend.symmetric_unsupported = "GPU 0 has no peer access to GPUs [1]"
@@ -90,13 +91,14 @@ def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_a_slot_on_changing_streams(seed: int) -> None:
-    """Successive calls alternate between streams: calls that share a buffer are ordered, whatever their streams."""
+    """Successive calls alternate between streams: calls that share a buffer are ordered, even on different streams."""
     assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
 
 
 @pytest.mark.parametrize("max_m", [1, 4, 13])
 def test_rows_without_room_are_dropped_and_counted(max_m: int) -> None:
-    """An expert's last rows are dropped. The result is the sum of the other rows, even if a token has none left."""
+    """The last rows of an expert are dropped. The result is the sum of a token's remaining rows, even if none
+    remain."""
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
 
 
@@ -105,8 +107,8 @@ def test_dropped_rows_of_a_full_buffer_add_nothing() -> None:
 
 
 def test_a_repeated_expert_without_room_is_dropped() -> None:
-    """The expert's tokens name it twice, so it receives twice as many rows as distinct ids could give. Routes without a
-    row in the tables add nothing, although the call before had other routes of their tokens, and both ranks are
+    """The expert's tokens list it twice, so it receives twice as many rows as distinct ids could give. Routes without a
+    row in the tables add nothing, although their tokens had other routes in the previous call, and both ranks are
     notified."""
 
     def rank(world: weft.World) -> None:
@@ -129,8 +131,8 @@ def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int 
 
 
 def test_the_bits_of_a_layer() -> None:
-    """The layer's experts scale their rows by the same factors: their matrices are multiples of the identity, and for
-    large x the GELU of x is x."""
+    """The layer's experts scale their rows by the same factors as the reference: their matrices are multiples of the
+    identity, and for large x the GELU of x is x."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -167,8 +169,8 @@ def test_torchs_grouped_gemm_accepts_the_rows(alignment: int) -> None:
 
 
 def test_handles() -> None:
-    """Two handles may be pending. Each handle is used once, in order, in its own World. The caller may choose the
-    buffer."""
+    """Two handles may be pending. Each handle is used once, in order, in the World that created it. The caller may
+    choose the buffer."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -222,7 +224,7 @@ def test_handles_outlive_a_mismatch_that_is_caught() -> None:
 @pytest.mark.parametrize("seed", some(range(3)))
 @pytest.mark.parametrize("layout", op.ROW_LAYOUTS)
 def test_a_cancelled_or_dropped_handle_returns_its_slot(layout: str, seed: int) -> None:
-    """Slots are returned in the order of the dispatches, and the rows of another dispatch stay intact."""
+    """Slots are returned in the order of the dispatches, and another dispatch's rows stay intact."""
 
     def rank(world: weft.World) -> None:
         operands = routed(world)
@@ -271,8 +273,8 @@ def test_a_gradient_of_the_experts_returns_its_slot() -> None:
 
 @pytest.mark.parametrize("name", ["ids", "weights"])
 def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
-    """Changed routes would send the gradient to other rows, so they raise an error, before combine or after it. Without
-    a gradient they may change."""
+    """Changed routes would send the gradient to different rows, so a change before or after combine raises an error.
+    Without a gradient, routes may change."""
 
     def rank(world: weft.World) -> None:
         x, ids, weights = routed(world)
@@ -356,7 +358,8 @@ def test_a_drop_is_raised_once_at_the_next_synchronize() -> None:
 
 @pytest.mark.parametrize("plan", ["dispatched", "sequential"])
 def test_a_backward_pass_counts_no_drop_again(plan: str) -> None:
-    """The backward pass places the rows of its forward pass, which has counted the dropped rows on both ranks."""
+    """The backward pass places rows as its forward pass did. The forward pass has counted the dropped rows on both
+    ranks."""
 
     def rank(world: weft.World) -> None:
         x, _, weights = routed(world)
@@ -388,7 +391,7 @@ ALL = ("x", "weights", "w1", "w2")
     ids=str,
 )  # fmt: skip
 def test_a_compiled_graph_holds_both(ranks: int, wants: tuple[str, ...], options: dict[str, Any]) -> None:
-    """The forward and backward passes are one graph without a break, and give the bits of eager calls, overlapping or
+    """The forward and backward passes form one graph without a break and give the bits of eager calls, overlapping or
     not; no buffer stays in use."""
 
     def rank(world: weft.World) -> None:

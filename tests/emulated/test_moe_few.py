@@ -1,5 +1,5 @@
-"""An MoE layer of a few tokens, without tables, on emulated ranks, compared with torch and, to the bit, with the plan
-of several launches; and its compiled kernels."""
+"""An MoE layer for few tokens, without tables, on emulated ranks. The layer's results are compared with torch and, bit
+for bit, with the plan of several launches; its kernels are compiled too."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ S = SMALL_LOW_LATENCY
 
 
 def test_the_bits_of_the_other_plans() -> None:
-    """The plans for few tokens, with several launches and with one launch, alternate. They share memory and counters,
-    and give the same bits."""
+    """The plans for few tokens, with several launches and with one launch, alternate. The two plans share memory and
+    counters, and give the same bits."""
 
     def rank(world: weft.World) -> None:
         layer = Layer(20, 6, 3, 40, 24, BF)
@@ -105,7 +105,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         offline.fits(launch, k)
         assert ("wgmma.mma_async" in k.ptx) == (plan.tile.block_m >= 64 and i < 2)
         assert ("mma.sync" in k.ptx) == (plan.tile.block_m < 64 and i < 2)
-        if i != 1:  # the second GEMM reads rows and ids of the launch before
+        if i != 1:  # the second GEMM reads rows and ids from the previous launch
             assert any(awaited(step) for step in ptx.steps_of(k.ptx))
             assert ptx.broken_rules(k.ptx, awaited) == []
         assert ptx.signals_not_by_thread_zero(k.ptx) == [] and "fence.proxy.async;" not in k.ptx

@@ -1,5 +1,5 @@
-"""An MoE layer in one launch on emulated ranks, compared with torch and, to the bit, with the plan of several launches;
-and its compiled kernel."""
+"""An MoE layer in one launch on emulated ranks. The layer's results are compared with torch and, bit for bit, with the
+plan of several launches; its kernel is compiled too."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def awaited(step: Any) -> bool:
 def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     plan, ranks = CASES[name][-2:]
     by_rank = offline.launches(launching(name), ranks)
-    launch = by_rank[0][-1]  # the launch before it compares calls
+    launch = by_rank[0][-1]  # the launch before this kernel compares calls
     k = compile_kernel(launch.kernel, launch.args, launch.options)
     record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
     offline.fits(launch, k)

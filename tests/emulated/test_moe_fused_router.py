@@ -1,5 +1,5 @@
-"""An MoE layer in one launch that includes the router, on emulated ranks. Routes and results must be the same, to the
-bit for routes, as after a separate launch of the router. The compiled kernel is tested too.
+"""An MoE layer in one launch that includes the router, on emulated ranks. Routes must equal those of a separate router
+launch bit for bit, and the layer's results must be the same. The compiled kernel is tested too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SIZES = {
 }
 
 
-# Runs over four ranks repeat those over two; the cases differ within a rank, and 72 experts are many for any rank.
+# Runs on four ranks would repeat the runs on two: the cases differ within a rank, and 72 experts are many for any rank.
 @covered("(plain|biases|not renormalised|float16, gelu)-4", covering=r"[\1-2]")
 @pytest.mark.parametrize(
     ("name", "ranks"), [(name, ranks) for name in SIZES for ranks in ((2,) if name == "many experts" else (1, 2, 4))]
@@ -57,8 +57,7 @@ def test_routes_and_results(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_among_other_plans(seed: int) -> None:
-    """Layers of different sizes and plans share the layer's memory on alternating streams, without any
-    synchronisation."""
+    """Layers of different sizes and plans share memory on alternating streams, without any synchronisation."""
 
     def main(world: weft.World) -> None:
         routed_layers = [
@@ -99,7 +98,7 @@ def random_layer(world: weft.World, tokens: int = 9, hidden: int = 40, **options
 
 def same_as_router_before(arguments: dict[str, Any], **options: Any) -> torch.Tensor:
     """Call `weft.moe.moe` with the router in the layer's launch, and with ids and weights from a separate launch of the
-    router: the bits must be the same."""
+    router; the bits must be equal."""
     world, router = arguments["world"], arguments["router"]
     y = moe.moe(ids=None, weights=None, plan=WITH_ROUTER, **arguments, **options)
     ids, weights, _ = router(arguments["x"], world=world)
@@ -131,8 +130,8 @@ def test_the_bits_of_a_layer_after_its_router(ranks: int) -> None:
 
 
 def test_a_layer_is_one_launch() -> None:
-    """Each call after the first is one launch. The same layer after a separate router needs three, besides the router's
-    GEMM."""
+    """Each call after the first is one launch. With a separate router, the same layer needs three launches besides the
+    router's GEMM."""
 
     def main(world: weft.World) -> None:
         arguments = random_layer(world)
@@ -200,7 +199,7 @@ def test_the_module(options: dict[str, Any]) -> None:
 
 
 def capped(layer: moe.MoE, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Return a call of the same experts with a capacity that drops nothing."""
+    """Return a call of the same experts with a capacity at which nothing is dropped."""
 
     def call() -> torch.Tensor:
         layer.capacity_factor, layer.dropped = 100.0, torch.zeros(8, dtype=torch.int32)
@@ -262,8 +261,8 @@ def test_unsupported_router_options_are_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_of_different_calls_raise(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    """The launch itself compares prepared calls, since no host does, as on a GPU. Without this comparison the
-    disagreement would go unnoticed."""
+    """The launch itself compares prepared calls, because hosts do not compare them, as on a GPU. Without this
+    comparison the disagreement would go unnoticed."""
     monkeypatch.setattr(EmulatedBackend, "compares", False)
 
     def main(world: weft.World) -> None:

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts against torch."""
+"""The router of a mixture of experts is compared with torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Routings that a caller may pass by mistake: a repeated expert, ids out of range, NaN logits, wrong numbers of
-experts. Each such routing has a defined result, the same with all plans.
+"""Routings that a caller may pass by mistake contain a repeated expert, ids out of range, NaN logits, or wrong numbers
+of experts. Each such routing has a defined result, the same with all plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def local_operands(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @pytest.mark.parametrize("plan", REGISTRY["moe"].kinds)
 def test_an_expert_twice_and_ids_out_of_range(plan: str) -> None:
-    """Both weights of a repeated expert count, and a route to no expert is dropped."""
+    """Both weights of a repeated expert count, and a route without an expert is dropped."""
 
     def main(world: weft.World) -> float:
         model, (x, ids, weights) = Model(world, LAYER, False), local_operands(world)
@@ -82,7 +82,7 @@ def test_where_columns_are_split(plan: str) -> None:
 
 
 def test_logits_that_are_nan() -> None:
-    """The ids of a token with NaN logits are experts or none, and its result may be NaN; no other token is affected."""
+    """The ids of a token with NaN logits are valid or -1, and its result may be NaN; no other token is affected."""
 
     def main(world: weft.World) -> None:
         model, logits = Model(world, LAYER, False), draw(3 + world.rank, T, 4, dtype=torch.float32)

@@ -41,8 +41,8 @@ def emulate(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("seed", [0, 3])
 def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
-    """Layers over two groups of two ranks, each with all experts, alternate with a sum over all ranks and a sum over
-    the other pairs."""
+    """Layers over two groups of two ranks, each of which holds all experts, alternate with a sum over all ranks and a
+    sum over the other pairs."""
 
     def main(world: weft.World) -> float:
         group, across = world.split(world.rank // 2), world.split(world.rank % 2)
@@ -65,7 +65,7 @@ def test_experts_over_groups_of_the_ranks(plan: str, seed: int) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_one_workspace_for_any_number_of_tokens(plan: str) -> None:
-    """No rank knows the other ranks' numbers of tokens; from the second call on, ranks allocate nothing and compare
+    """No rank knows the other ranks' numbers of tokens. From the second call on, ranks allocate nothing and compare
     nothing."""
 
     def main(world: weft.World) -> float:
@@ -130,7 +130,7 @@ def overflow_of(world: weft.World) -> str:
 @covered("[123]", covering="[0]")
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> None:
-    """Tiles have 16 rows, and each rank has 4 experts; 100 rows are routed to one expert, which has room for 80. The
+    """Tiles have 16 rows, and each rank has 4 experts; 100 rows are routed to one expert, which has space for 80. The
     rank's own rows come first. Both the full rank and the rank of the tokens are notified."""
 
     def main(world: weft.World) -> None:
@@ -141,7 +141,7 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         def call(ids: torch.Tensor) -> torch.Tensor:
             return moe.moe(x, ids, weights, *model.local_weights[:2], max_rows=16, received=received, world=world)
 
-        call((ids + 4) * (world.rank == 0))  # its rows in the outboxes must not be summed again
+        call((ids + 4) * (world.rank == 0))  # the dropped rows in the outboxes must not be summed again
         world.synchronize()
         actual = call(ids).clone()
         assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
@@ -246,7 +246,7 @@ def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None
 
     with caplog.at_level(logging.INFO, "weft"):
         emulate(main)
-    most = 8 * 8 // (2 * 2)  # most tokens of a rank, where the ranks' numbers differ little
+    most = 8 * 8 // (2 * 2)  # the largest number of tokens of a rank if the ranks' numbers differ little
     rows = 2 * most * 2 + 4 * 16  # padded to tiles of 16
     messages = [r.message for r in caplog.records if "max_rows" in r.message]
     assert len(messages) == 1 and all(f"for the {rows} rows of the worst case" in line for line in messages)
@@ -279,7 +279,7 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
 @pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_received_in_successive_calls(plan: str, seed: int) -> None:
-    """Routes of the next call, which some ranks have already begun, do not count."""
+    """Routes of the next call, which some ranks have already begun, are not counted."""
     calls = 3
 
     def main(world: weft.World) -> None:
@@ -317,8 +317,8 @@ def test_counts_under_torch_compile() -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_repeated_expert_counts_twice(plan: str) -> None:
-    """A rank with a single expert then receives twice as many rows as distinct ids could give: the rows fit if max_rows
-    allows it, and otherwise are dropped and reported."""
+    """A rank with a single expert then receives twice as many rows as distinct ids could give. The rows fit if max_rows
+    allows; otherwise they are dropped and reported."""
 
     def main(world: weft.World) -> float:
         layer = Layer(40, 2, 2, 32, 24, torch.bfloat16)
@@ -328,7 +328,7 @@ def test_a_repeated_expert_counts_twice(plan: str) -> None:
         for t in (3, 40):
             ids = torch.zeros(t, 2, dtype=torch.int32)
             y = moe.moe(x[:t], ids, weights[:t], *model.local_weights[:2], world=world, plan=plan)
-            if t == 40 and plan == "dispatched":  # 160 rows arrive; there is room for 80 and a tile
+            if t == 40 and plan == "dispatched":  # 160 rows arrive; there is space for 80 and a tile
                 assert overflow_of(world).startswith((OWN.format(0, 64), OTHERS.format(1, 0, 64))[world.rank])
                 continue
             world.synchronize()
@@ -358,7 +358,7 @@ def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tenso
 
 
 def test_the_module_moves_experts() -> None:
-    """Experts are replicated, then replaced and loaded again: the result is always the same."""
+    """Experts are replicated, then replaced and loaded again; the result stays the same."""
 
     def main(world: weft.World) -> None:
         table = torch.tensor([[3, 0, -1], [1, -1, -1], [2, 4, 5], [6, 7, -1]], dtype=torch.int32)
@@ -381,8 +381,8 @@ def test_the_module_moves_experts() -> None:
 
 @pytest.mark.parametrize("parallel", ["expert", "tensor"])
 def test_a_fresh_module_is_initialised(parallel: str) -> None:
-    """Weights are initialised as in torch.nn.Linear: the router is the same on all ranks, an expert does not depend on
-    its rank, and a second module has different weights. The module can be trained."""
+    """Weights are initialised as in torch.nn.Linear: all ranks have the same router, an expert does not depend on its
+    rank, and a second module has different weights. The module can be trained."""
 
     def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
         def fresh() -> moe.MoE:

@@ -1,5 +1,6 @@
-"""No plan reads values that belong to no token: NaN in rows between experts, in memory left by other calls, in the
-weights of dropped routes, and in tokens without routes changes no bit of a result or a gradient.
+"""No plan reads values that belong to no token: Some values are NaN: rows between experts, memory left by earlier
+calls, the weights of dropped routes, and tokens without routes. These NaN values change no bit of a result or a
+gradient.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAN = float("nan")
 
 
 def poison(world: weft.World) -> None:
-    """Fill all memory that calls of MoE layers share with NaN while no call uses it."""
+    """Fill all memory that MoE layers' calls share with NaN while no call uses it."""
     world.synchronize()
     world.exchange("before")
     scratch = [t for key, held in world._cache.items() if isinstance(held, list) and "moe" in str(key) for t in held]
@@ -36,15 +37,15 @@ def poison(world: weft.World) -> None:
 
 
 def ids_of(world: weft.World, rank: int) -> torch.Tensor:
-    """The ids include -1 and one past the last expert, whose routes are dropped."""
+    """The ids include -1 and the number after the last expert; routes with these ids are dropped."""
     ids = at_random(0, rank, T, LAYER, world.size).int()
     ids[::4], ids[1, 1] = -1, 4
     return ids
 
 
 def routed(world: weft.World, bad: float) -> dict[str, torch.Tensor]:
-    """Return x, ids and weights. Some routes, and all routes of some tokens, are dropped; the dropped routes' weights
-    and these tokens are `bad`."""
+    """Return x, ids and weights. Some routes, and all routes of some tokens, are dropped. The dropped routes' weights
+    and these tokens have the value `bad`."""
     ids = ids_of(world, world.rank)
     has_expert = (ids >= 0) & (ids < 4)
     weights = torch.where(has_expert, draw(3 + world.rank, T, 2, dtype=torch.float32).abs(), bad)
@@ -100,7 +101,8 @@ def halves_case(world: weft.World, plan: str, keep: str, bad: float) -> list[tor
 
 
 def real_rows(world: weft.World, rows: int, tile: int = 16) -> torch.Tensor:
-    """Return bool [rows], true for the rows of `hidden` that belong to a token; each expert begins at a whole tile."""
+    """Return a bool tensor [rows] that is true for the rows of `hidden` that belong to a token; each expert begins at a
+    whole tile."""
     ids = torch.cat([ids_of(world, r) for r in range(world.size)]).flatten()
     real, first_row = torch.zeros(rows, dtype=torch.bool), 0
     for count in ids[(ids >= 0) & (ids < 4)].bincount(minlength=4).tolist():

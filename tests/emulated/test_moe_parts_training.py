@@ -1,5 +1,6 @@
-"""Gradients of layers whose experts are split by columns over ranks: the saved tensors, operations between the halves,
-the benchmark's calls, and the compiled kernels. test_moe_training.py compares the gradients with float64.
+"""Gradients of layers whose experts are split by columns over ranks. The tests cover the saved tensors, operations
+between the halves, the benchmark's calls, and the compiled kernels. test_moe_training.py compares the gradients with
+float64.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def test_an_operation_between_the_halves(plan: str) -> None:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_two_gemm_programs_an_sm(seed: int) -> None:
-    """In a backward pass, a launch of one program per SM receives the rows. The end of the launch is counted together with
-    the ends of the GEMM's programs."""
+    """In a backward pass, a launch of one program per SM receives the rows. The end of this launch is counted together
+    with the ends of the GEMM's programs."""
     plan = replace(SMALL_DISPATCHED_COLUMNS, per_sm=2)
     errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated", seed=seed)
     assert max(errors) < BOUND

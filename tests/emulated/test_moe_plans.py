@@ -1,6 +1,6 @@
-"""Every plan of a layer of experts on emulated ranks against torch, over one grid: worlds, routings, kinds of layers,
-parameters of plans, schedules, streams, and layers that share memory. The particulars of one plan are tested in
-test_moe_<plan>.py."""
+"""Every plan of a layer of experts on emulated ranks is compared with torch over one grid: worlds, routings, kinds of
+layers, parameters of plans, schedules, streams, and layers that share memory. Each test_moe_<plan>.py tests the
+features that only its plan has."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ BF, HALF = torch.bfloat16, torch.float16
 
 
 class Way(NamedTuple):
-    """`bound` is the bound of the error: both halves round a route's result, and each rank's sum is rounded too.
-    `inner` is the number of columns of a rank."""
+    """`bound` limits the error: both halves round a route's result, and each rank's sum is rounded too. `inner` is the
+    number of columns on a rank."""
 
     run: Run
     plan: str | Plan
@@ -42,7 +42,7 @@ SEQUENTIAL = Way(both_halves, "sequential", 1.2e-2, 16)
 
 
 def right(way: Way, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
-    """Return whether no error exceeds the bound."""
+    """Return whether every error is within the bound."""
     tp_size = {"tp_size": ranks} if way.run is both_halves else {}
     case = dict(inner=way.inner, plan=way.plan) | tp_size | case
     errors = weft.spmd(
@@ -71,18 +71,18 @@ def test_any_world(name: str, world: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("way", [WAYS["columns"], SEQUENTIAL], ids=["columns", "sequential"])
 @pytest.mark.parametrize(("ranks", "tp_size"), [(1, 1), (2, 2), (3, 3), (4, 2), (2, 1)])
 def test_columns_in_any_world(ranks: int, tp_size: int, way: Way) -> None:
-    """The grid mixes two dimensions: all ranks share the columns of each expert, some of them do, or each rank has
-    experts of its own."""
+    """The grid varies how experts are split: all ranks share the columns of each expert, some ranks share them, or each
+    rank has whole experts."""
     assert right(way, ranks, tp_size=tp_size, inner=16 * ranks // tp_size)
 
 
-# The case in_turn routes the calls at random, to few experts, to none, and partly to none.
+# The case in_turn routes successive calls at random, to few experts, to no expert, and partly to no expert.
 @covered("(dispatched|fused|low latency)-(?:to_few|nowhere|some_nowhere)", covering=r"[\1-in_turn]")
 @pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", OF_STEPS)
 def test_routings(name: str, ids_of: Any) -> None:
-    """All tokens go to one rank's experts, which receive more rows than a tile; some experts, ranks and calls have no
-    rows; some routes name no expert."""
+    """All tokens are routed to one rank's experts, which receive more rows than a tile; some experts, ranks and calls
+    have no rows; some routes have no expert."""
     assert right(WAYS[name], 2, ids_of=ids_of, calls=4, shared=True)
     assert right(WAYS[name], 3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))
 
@@ -96,7 +96,7 @@ def test_routings_of_columns(ids_of: Any, way: Way) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
 @pytest.mark.parametrize("way", [*WAYS.values(), SEQUENTIAL], ids=[*WAYS, "columns, sequential"])
 def test_activations(way: Way, activation: str) -> None:
-    """Widths are not multiples of blocks or tiles in either direction, with biases and without, also in float16."""
+    """Neither width is a multiple of blocks or tiles. Layers have biases or not, and some are in float16."""
     columns = way.run is both_halves
     kinds = (BF, True, 72, 24 if columns else 40), (HALF, columns, 24, 40 if columns else 72)
     for dtype, biases, hidden, inner in kinds:
@@ -156,7 +156,7 @@ PARAMETERS: list[tuple[str, Plan]] = [
 
 @pytest.mark.parametrize(("name", "plan"), PARAMETERS, ids=str)
 def test_plan_parameters(name: str, plan: Plan) -> None:
-    """An expert has several tiles with rows of several ranks, and a row's columns are in several parts."""
+    """An expert has several tiles with rows from several ranks, and a row's columns are in several parts."""
     sizes = {} if name == "columns" else dict(inner=40)
     assert right(WAYS[name], 2, hidden=72, tokens=(40, 31), calls=2, plan=plan, **sizes)
 
@@ -191,16 +191,16 @@ def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
 
 @pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
 def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
-    """In one launch, either a tile has rows of all source ranks, and is summed only after the last of them has arrived,
-    or each source rank has tiles of its own."""
+    """In one launch, a tile either contains rows from all source ranks and is summed only after the last of them has
+    arrived, or contains rows from one source rank."""
     assert right(WAYS["fused"], 4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)
 
 
 @pytest.mark.parametrize("seed", some(range(4)))
 @pytest.mark.parametrize("preceding_plan", [D, L], ids=lambda plan: plan.kind)
 def test_a_smaller_layer_follows_by_another_plan(preceding_plan: Plan, seed: int) -> None:
-    """A rank may send the smaller layer's rows while others still read the larger layer's rows: a shared inbox would
-    mix them."""
+    """A rank may send the smaller layer's rows while other ranks still read the larger layer's rows; a shared inbox
+    would mix them."""
     case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(preceding_plan, F))
     assert right(WAYS["fused"], 3, seed, 0.2, **case)
 

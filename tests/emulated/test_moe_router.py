@@ -1,5 +1,5 @@
-"""Capacity, placement and the router's losses take one launch each. Their results equal torch operations that define
-them."""
+"""Capacity, placement and the router's losses need one launch each. The kernels' results equal the results of torch
+operations that define them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def same_capacity(world: weft.World, ids: torch.Tensor, weights: torch.Tensor, e
     seed=st.integers(0, 999),
 )
 def test_a_capacity_of_any_routing(tokens: int, k: int, experts: int, factor: float, seed: int) -> None:
-    """Tokens name an expert twice, ids are out of range, weights are equal, NaN or infinite; lists and ids have
+    """Tokens list an expert twice, ids are out of range, and weights are equal, NaN or infinite; lists and ids have
     several blocks."""
     ids, weights = some_ids(tokens, k, experts, seed), some_weights(tokens, k, seed)
     emulate(lambda world: same_capacity(world, ids, weights, experts, factor))
@@ -106,8 +106,8 @@ def test_a_capacity_of_any_routing(tokens: int, k: int, experts: int, factor: fl
 
 @pytest.mark.parametrize("weight", ["equal", "ordered", "reversed", "zeros", "nan", "close", "far"])
 def test_a_capacity_where_one_expert_has_all_routes(weight: str) -> None:
-    """The ids and the list have more than one block; the keys of the weights differ in the last bits or in the
-    first."""
+    """The ids and the list have more than one block; the keys of the weights differ in the last or in the first
+    bits."""
     n = 640
     ordered = torch.arange(n, dtype=torch.float32)
     weights = dict(
@@ -191,8 +191,8 @@ def same_placement(world: weft.World, ids: torch.Tensor, table: torch.Tensor) ->
     seed=st.integers(0, 999),
 )
 def test_a_placement_of_any_routing(tokens: int, k: int, experts: int, replicas: int, seed: int) -> None:
-    """A table without columns is equivalent to one of one dimension. Some experts have fewer replicas than others, or
-    none."""
+    """A table with one column is equivalent to a one-dimensional table. Some experts have fewer replicas than the
+    others, or no replica."""
     ids, g = some_ids(tokens, k, experts, seed), torch.Generator().manual_seed(seed)
     table = torch.randperm(experts * max(replicas, 1), generator=g).int().view(experts, -1)
     table[torch.arange(table.shape[1]) >= torch.randint(0, 9, (experts, 1), generator=g)] = -1
@@ -227,7 +227,7 @@ Losses = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], 
 
 
 def losses(world: weft.World, ids: torch.Tensor) -> list[Losses]:
-    """Return each loss as its kernel and as torch computes it."""
+    """Return each loss as computed by its kernel and by torch."""
     return [
         (lambda x: moe.load_balancing_loss(x, ids, world=world), lambda x: torch_balance(x, ids)),
         (lambda x: moe.z_loss(x, world=world), torch_z_loss),

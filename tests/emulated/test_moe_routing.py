@@ -1,4 +1,4 @@
-"""Emulated ranks share routes and compute the routing tables, which must equal those computed in plain Python. The
+"""Emulated ranks share routes and compute routing tables, which must equal tables computed in plain Python. The
 emulator itself raises an error for a race, a deadlock or a read of unwritten memory."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check(layer: Layer, routed: Callable[[int], list[Ids]], seed: int = 0, **opt
     ids=lambda layer: f"{layer.ranks} ranks, {layer.experts} experts",
 )
 def test_tables_of_random_routes(layer: Layer, seed: int) -> None:
-    """Every call has new tokens, and in every second call the ranks' numbers of tokens differ."""
+    """Every call has new tokens, and in every second call the ranks have different numbers of tokens."""
     check(layer, lambda n: drawn(layer, 10 * seed + n), seed)
 
 
@@ -49,7 +49,7 @@ def test_more_experts_than_blocks() -> None:
 
 @pytest.mark.parametrize("expert", [0, 5])
 def test_all_tokens_to_one_expert(expert: int) -> None:
-    """The second call routes all tokens to another expert; the other ranks have nothing to do."""
+    """The second call routes all tokens to a different expert; the other ranks have nothing to do."""
     layer = Layer(3, 2, 1, 30)
     check(layer, lambda n: [[[(expert + n) % 6]] * 30 for _ in range(3)])
 
@@ -79,8 +79,7 @@ def test_schedules(seed: int) -> None:
 
 
 def test_layers_of_several_sizes_take_turns() -> None:
-    """Layers with the same max_tokens_per_rank and k share memory; layers whose sizes are all the same also share
-    tables."""
+    """Layers with equal max_tokens_per_rank and k share memory; layers with equal sizes also share tables."""
     two_experts, three_experts = Layer(2, 2, 2, 5), Layer(2, 3, 2, 5, block_m=8)
 
     def main(world: weft.World) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
-"""The steps of an MoE layer run on emulated ranks, with tables that the host builds, and are compared with torch. Their
-kernels are also compiled.
+"""The steps of an MoE layer run on emulated ranks, with tables that the host builds. The results are compared with
+torch. Their kernels are also compiled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ S = SMALL_DISPATCHED
 
 
 def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispatched = S) -> Any:
-    """Return the outcome of one call that all ranks make: the layer, x, ids, weights, experts and the result."""
+    """Return the outcome of one call by all ranks: the layer, x, ids, weights, experts and the result."""
     layer = Layer(tokens, 4, 2, hidden, 24, BF)
     model = Model(world, layer, False)
     x = draw(10 * call + world.rank, tokens, hidden)
@@ -136,7 +136,8 @@ def test_a_plan_as_text() -> None:
 
 
 def test_tables_by_hand() -> None:
-    """Rank 1 of 2 has one expert, whose rows are in the order of their source ranks, starting with its own."""
+    """Rank 1 of 2 has one expert. The expert's rows are in the order of their source ranks, starting with rank 1's
+    own."""
     tables = expected_tables(torch.tensor([[[1], [0], [1]], [[-1], [1], [1]]]), 1, 1, 8, 2)
     assert tables["route_rows"].tolist() == [2, -1, 3, -1, 0, 1]
     assert tables["sources"].tolist() == [4, 5, 0, 2, -1, -1, -1, -1]
@@ -231,8 +232,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
-    """Check that both operands have as many stages as planned, loaded by TMA or in 16-byte words, and that rows stored
-    beside the GEMM are in such words."""
+    """Check that both operands have the planned number of stages, loaded by TMA or in 16-byte words, and that rows
+    stored beside the GEMM are in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     bulk = {
         name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in kernel_steps)
@@ -259,7 +260,7 @@ def tiles_come_as_planned(kernels: dict[str, tuple[Any, Compiled]], plan: Dispat
 
 @pytest.mark.gate
 def test_a_missing_wait_is_found_in_the_code() -> None:
-    """Without the acquire, the gathered rows may be read too early; the rules must find this in the code."""
+    """Without the acquire, the kernel may read the gathered rows too early; the rules must find this in the code."""
     launch = next(a for a in offline.launches(launching("odd"), 8)[0] if a.kernel is kernels.grouped_gemm_in)
     text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
     broken = ptx.broken_rules(text.replace("ld.acquire.sys", "ld.relaxed.sys"), awaited("grouped_gemm_in"))
@@ -267,7 +268,8 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
 
 
 def test_stages_leave_room_for_the_side() -> None:
-    """A layer as wide as Qwen3-30B's has a gated epilogue of 64 columns or of 128, beside 8 KiB of rows or none."""
+    """In a layer as wide as Qwen3-30B's, the gated epilogue has 64 or 128 columns, and programs that share its SMs hold
+    8 KiB of rows or no rows."""
 
     def main(world: weft.World) -> None:
         state = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())

@@ -1,5 +1,5 @@
-"""Layers whose experts are split by columns over ranks: both halves with every plan on emulated ranks, compared with
-torch; their errors, operators and compiled kernels; and the module.
+"""Layers whose experts are split by columns over ranks. Both halves run with every plan on emulated ranks and are
+compared with torch; the errors, operators, compiled kernels and the module are tested too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def halves(world: weft.World, model: Model, operands: Sequence[torch.Tensor]) ->
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_repeated_first_halves(seed: int) -> None:
-    """First halves alone do not make ranks wait for all others. The second halves that follow need only the first
+    """First halves alone do not make a rank wait for the other ranks. The second halves that follow need only the first
     halves' results."""
     assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
 
@@ -238,7 +238,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 
 def held(t: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy in memory of its own."""
+    """Return a contiguous copy in newly allocated memory."""
     return torch.empty(t.shape, dtype=t.dtype)
 
 
@@ -278,7 +278,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
 
 def pipelined(kernels: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
-    """Check that both operands have as many stages as planned, loaded by TMA or gathered in 16-byte words, and that
+    """Check that both operands have the planned number of stages, loaded by TMA or gathered in 16-byte words, and that
     shards are in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in kernels.items()}
     gathered = sum(

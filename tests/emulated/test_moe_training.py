@@ -1,5 +1,5 @@
-"""Gradients of layers of experts, whole or split by columns, on emulated ranks against float64; the options for
-training whole experts; and the compiled kernels.
+"""Gradients of layers of experts, whole or split by columns, on emulated ranks are compared with float64. The options
+for training whole experts and the compiled kernels are tested too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WAYS: dict[str, tuple[Run, dict[str, Any]]] = {"whole": (whole_experts, {}), "co
 
 
 def right(way: str, ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> bool:
-    """Return whether no gradient's error exceeds the bound."""
+    """Return whether every gradient's error is within the bound."""
     run, sizes = WAYS[way]
     case = sizes | (dict(tp_size=ranks) if way == "columns" else {}) | case
     errors = weft.spmd(
@@ -53,8 +53,8 @@ WORLDS: list[tuple[str, int, dict[str, Any]]] = [
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 @pytest.mark.parametrize(("way", "ranks", "changes"), WORLDS, ids=str)
 def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: str) -> None:
-    """Ranks have different numbers of tokens, some none; every operand has a gradient; the calls save different
-    tensors; in some cases only some of the ranks share an expert's columns."""
+    """Ranks have different numbers of tokens, and some have none. Every operand has a gradient, the calls save
+    different tensors, and in some cases only some ranks share an expert's columns."""
     assert right(way, ranks, plan=plan, **changes)
 
 
@@ -67,7 +67,7 @@ def test_against_float64(way: str, ranks: int, changes: dict[str, Any], plan: st
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_kinds_of_layers(way: str, kind: str, plan: str) -> None:
-    """Activations and biases vary; some routes name no expert, and experts have no rows or several tiles."""
+    """Activations and biases vary; some routes have no expert, and experts have no rows or several tiles."""
     calls = 1 if way == "columns" or kind == "uneven" else 3
     assert right(way, 2, plan=plan, calls=calls, **KINDS[kind])
 
@@ -110,7 +110,8 @@ def test_no_tokens_at_all() -> None:
 
 
 def test_shared_rows_that_are_not_contiguous() -> None:
-    """A call with a gradient gives the same result as one without, wherever the shared expert's rows are in memory."""
+    """A call with a gradient gives the same result as a call without one, wherever the shared expert's rows are in
+    memory."""
 
     def rank(world: weft.World) -> bool:
         layer = Layer(9, 4, 2, 32, 24, BF)
@@ -181,7 +182,7 @@ def layer_of(world: weft.World, parallel: str = "expert", inner: int = 24, **opt
 
 
 def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
-    """Return the loss, auxiliary losses included, and the gradients of x and the parameters."""
+    """Return the loss with auxiliary losses, and the gradients of x and the parameters."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
 
@@ -214,7 +215,7 @@ def test_the_module_trains_compiled_as_in_eager(parallel: str, inner: int, keep:
 
 
 def test_columns_and_whole_experts_train_alike() -> None:
-    """The loss, auxiliary losses included, and the gradients of x and the router agree."""
+    """The loss with auxiliary losses and the gradients of x and the router agree."""
 
     def rank(world: weft.World) -> None:
         x = draw(world.rank, 9, 32)
@@ -226,7 +227,7 @@ def test_columns_and_whole_experts_train_alike() -> None:
 
 @pytest.mark.parametrize("parallel, inner", [("expert", 24), ("tensor", 32)])
 def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
-    """A recomputed pass gives the same bits, and so does a pass replayed with the ids of an earlier one."""
+    """A recomputed pass gives the same bits, as does a pass replayed with the ids of an earlier pass."""
 
     def rank(world: weft.World) -> None:
         layer, x = layer_of(world, parallel, inner, scoring="sigmoid"), draw(world.rank, 9, 32)
@@ -250,7 +251,7 @@ def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
-SIZES = {  # hidden, inner, experts (few: their gradients are in memory), k
+SIZES = {  # hidden, inner, experts (few, because their gradients are in memory), k
     "Qwen3-30B": (2048, 768, 128, 8),
     "Mixtral": (4096, 14336, 2, 2),
     "GPT-OSS": (2880, 2880, 16, 4),

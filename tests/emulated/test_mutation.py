@@ -1,8 +1,9 @@
 """Mutation gate: break each wait, notify, barrier, fence, event edge and epoch of every kernel and op, one at a time.
 
-A case runs one protocol. A recorded run lists the protocol's sites; for each, some schedule must report its removal or
-weakening. EQUIVALENT lists the mutations that no schedule can show, and why they change nothing; an entry that no
-longer holds (its site is gone, or a schedule catches it) fails. pytest's summary prints the kill rate.
+A case runs one protocol. A recorded run lists the protocol's sites. For each site, some schedule must report an error
+when the site is removed or weakened. EQUIVALENT lists the mutations that no schedule can show, and why they change
+nothing. The test fails for an entry that no longer holds (its site is gone, or a schedule catches it). pytest's summary
+prints the kill rate.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ from weft.transport.low_latency_kernels import load_state, rotate_thirds, sum_lo
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, while another worker runs too
 
 SEEDS = range(16)  # four with each scheduling policy
-MORE = range(16, 256)  # for mutations that these miss: some faults need a rare order of events
+MORE = range(16, 256)  # for mutations that these seeds miss: some faults need a rare order of events
 Main = Callable[[World], None]
 
 
@@ -96,7 +97,7 @@ Main = Callable[[World], None]
 
 
 def read_neighbour(world: World) -> None:
-    """Every rank reads its neighbour's box between two barriers, three times."""
+    """Every rank reads its neighbour's box between two barriers, and repeats this three times."""
     box, out = world.symmetric((8,), torch.float32, "box"), world.empty((8,), torch.float32)
     stream, to = world.current_stream(), (world.rank + 1) % world.size
     for i in range(3):
@@ -175,8 +176,8 @@ class Caller:
             self.use(actual, expected if op == AR else expected.split(shards)[me])
 
     def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool, quantize: str | None = None) -> None:
-        """Alternate between a fresh output and one symmetric tensor, which both the caller and the next call overwrite.
-        With `quantize`, the rows' scales are compared too."""
+        """Alternate between a fresh output and one symmetric tensor, which the caller overwrites and so does the next
+        call. With `quantize`, the rows' scales are compared too."""
         world, rows = self.world, balanced_rows(m, self.world.size)
         xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
@@ -199,15 +200,15 @@ class Caller:
         else:
             self.use(y, expected)
         self.use(new, total[own_rows])
-        if out is not None:  # the caller may write it until its next call
+        if out is not None:  # the caller may write to the tensor until its next call
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
 
 
 def gathering(
     plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4, captured: bool = False
 ) -> Main:
-    """With `captured`, the first call of each shape runs as outside the capture of a CUDA graph, and all others as
-    inside."""
+    """With `captured`, the first call of each shape runs as outside the capture of a CUDA graph, and all later calls as
+    inside one."""
 
     def main(world: World) -> None:
         caller = Caller(world)
@@ -283,7 +284,7 @@ def of_8_bits(op: str, plan: str | Plan, *shapes: tuple[tuple[int, ...], int, in
 
 
 def reducing_on_two_streams(plan: str | Plan) -> Main:
-    """Make the calls of `two_streams` with a plan that has no all-gather and whose calls share only counters. With
+    """Make the calls of `two_streams` with a plan that has no all-gather and shares only counters between calls. With
     copies, all calls are reduce-scatters. No op drains its stream, so that calls overlap as on a GPU."""
     has_all_reduce = plan != COPIES
 
@@ -324,7 +325,7 @@ def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
 
 
 def two_streams(plan: str | Plan) -> Main:
-    """Alternate between two streams, which nothing orders except the accesses to weft's own workspace."""
+    """Alternate between two streams that only the accesses to weft's own workspace order."""
 
     def main(world: World) -> None:
         callers = {name: Caller(world) for name in ("first", "second")}
@@ -382,7 +383,7 @@ def in_parts(*streams: str) -> Main:
 
 
 def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
-    """Keep `flight` calls in flight, with routings of all kinds; experts begin at multiples of 16. Two programs share a
+    """Keep `flight` calls pending, with routings of all kinds; experts begin at multiples of 16. Two programs share a
     rank's routes."""
 
     def main(world: World) -> None:
@@ -429,8 +430,8 @@ def attending(shape: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 
 
 def attention_gradients(world: World) -> None:
-    """Compute the gradients of queries alone, so that no all-to-all of the keys' gradients synchronises the ranks. Keys
-    and values are in memory that is overwritten."""
+    """Compute only the gradients of queries, so that no all-to-all of the keys' gradients synchronises the ranks. The
+    memory of keys and values is overwritten for each call."""
     shape, held = (
         Shape((4, 4), causal=True, layout="zigzag"),
         [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)],
@@ -450,8 +451,8 @@ def attention_gradients(world: World) -> None:
 
 
 def sharing_tiles(*streams: str) -> Main:
-    """Six programs compute two tiles, each shared by three programs, and four tiles, whose ends two helpers compute.
-    Calls alternate between these streams, which nothing else orders."""
+    """Six programs compute two tiles that three programs share each, and four tiles whose ends two helpers compute.
+    Calls alternate between these streams, which have no other order."""
 
     def main(world: World) -> None:
         for tiles, tiles_per_helper, parts in ((2, 1, 3), (4, 2, 2)):
@@ -474,7 +475,7 @@ def sharing_tiles(*streams: str) -> Main:
 
 
 def woven_stages(world: World) -> None:
-    """Run three stages of two parts, twice; every rank sums half of a part's rows."""
+    """Run three stages of two parts, twice; every rank sums half of each part's rows."""
     w, main = torch.full((16, 16), 1 / 32), world.current_stream()
     norm = torch.ones(16)
     partials = [world.empty((4, 16), torch.float32) for _ in range(2)]
@@ -512,10 +513,10 @@ class Case:
     run: Main
     ranks: int
     kernels: bool | tuple[Any, ...] = (
-        True  # False: only host code, since another case has these kernels; a tuple: only these kernels
+        True  # False: only host code, since another case covers these kernels; a tuple: only these kernels
     )
     nodes: int = 1
-    file: str = ""  # only host code, barriers included, of files whose names end with this
+    file: str = ""  # only host code, including barriers, of files whose names end with this
     ahead: bool = False  # whether operators return before their streams are drained, as on a GPU
 
 
@@ -607,8 +608,8 @@ CASES |= {
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {
-    # With 7 rows in blocks of two, one of three programs has nothing to push, so that only the end of the call orders
-    # its reads.
+    # With 7 rows in blocks of two, one of three programs has nothing to push, so only the end of the call orders its
+    # reads.
     f"{name}, full": Case(norming(plan, (7 if isinstance(plan, TwoShotCounted) else 5, 64), full=True), 2)
     for name, plan in NORMS.items()
 }
@@ -636,7 +637,7 @@ OVER_NODES = {
 }
 CASES |= {name: Case(main, 4, False, nodes=2, file="two_level.py") for name, main in OVER_NODES.items()}
 for example in sorted((Path(__file__).parents[2] / "examples").glob("*.py")):
-    if "@weft.jit" in example.read_text():  # the others use ops that are tested above
+    if "@weft.jit" in example.read_text():  # the other operators use ops that are tested above
         CASES[f"examples/{example.name}"] = Case(check.load(str(example)), 2)
 
 
@@ -722,7 +723,7 @@ EPOCHS["MoE of few tokens"] = [
 ]
 EPOCHS["experts in parts"] = [
     instead(half_offset, "use one half of the arena in every call", ("tl.load(epoch) & 1", "0 * tl.load(epoch)")),
-    *EPOCHS["moe dispatched"][:3],  # no program has tiles of two last source steps, so it counts once
+    *EPOCHS["moe dispatched"][:3],  # no program has tiles of the two last source steps, so it counts once
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
@@ -767,7 +768,7 @@ EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
     if isinstance(plan, Decomposed):
-        continue  # its only counters are those of `read_neighbour`, which has a case
+        continue  # its only counters are the counters of `read_neighbour`, which has a case
     if isinstance(plan, Multicast):
         mutations = MULTICAST
     elif isinstance(plan, TwoShot) and not plan.low_latency:
@@ -775,7 +776,8 @@ for name, plan in NORMS.items():
     else:
         mutations = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = mutations
-    # With two ranks, a peer continues only after nearly all programs here have cleared; a full residual is not pushed.
+    # With two ranks, a peer continues only after nearly all programs of this rank have cleared their words; a full
+    # residual is not pushed.
     seldom = [CLEAR_NEXT, *([OWNER.description] if isinstance(plan, OneShot) else [])]
     EPOCHS[f"{name}, full"] = [m for m in mutations if m.description not in seldom]
 
@@ -969,8 +971,8 @@ def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tenso
 
 
 def layers_in_one_launch(world: World) -> None:
-    """Call layers of different sizes in succession: a rank may send to memory where a third rank still reads rows,
-    without having been notified by it."""
+    """Call layers of different sizes in succession. A rank may send to memory from which a third rank still reads rows,
+    without a notification from that rank."""
     assert (
         layer_case(world, steps, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
     )
@@ -1046,8 +1048,8 @@ def test_a_planted_fault_is_caught(name: str) -> None:
 
 
 def test_second_halves_are_compared() -> None:
-    """Ranks whose second halves belong to different prepared calls raise Mismatch, although no host compares these, as
-    on a GPU. Without the comparison before the last sums, the disagreement would go unnoticed."""
+    """Ranks whose second halves belong to different prepared calls raise Mismatch, although no host compares these
+    calls, as on a GPU. Without the comparison before the last sums, the disagreement would go unnoticed."""
 
     def run(backend: Any) -> None:
         backend.compares = False
@@ -1081,11 +1083,11 @@ def every_mutation_is_caught(
     unused: list[Equivalent],
     record_property: Callable[[str, object], None],
 ) -> None:
-    """Require that some schedule catches every mutation. A mutation listed in `unused`, which no schedule can show, is
-    removed from it."""
+    """Require that at least one schedule catches each mutation. If a mutation that no schedule can show is listed in
+    `unused`, remove it from there."""
 
     def run(backend: Any) -> None:
-        backend.ledgers = None  # calls that need the same SMs overlap; ordering them could hide a missing event
+        backend.ledgers = None  # calls that need the same SMs overlap, because ordering them could hide a missing event
         case.run(World(backend))
 
     options: dict[str, Any] = dict(nodes=case.nodes, ahead=case.ahead)

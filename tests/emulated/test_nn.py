@@ -48,7 +48,7 @@ def test_every_plan(plan: str) -> None:
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_inference(shards: list[int]) -> None:
-    for inner in (32, 40, 13):  # whole blocks, padded blocks, rows that TMA cannot load
+    for inner in (32, 40, 13):  # whole blocks, padded blocks, and rows that TMA cannot load
         errors = emulate(lambda world, n=inner: mlp_inference(world, shards, 64, n * world.size), len(shards))
         assert max(errors) < 5e-3, (inner, errors)
 
@@ -153,8 +153,8 @@ def test_a_subclass_saves_and_loads_its_own_tensors() -> None:
 
 
 def test_wholes_and_parts_in_one_module_are_refused() -> None:
-    """A checkpoint with half the intermediate size is refused: its gate and up look like one rank's parts, but its down
-    is unsharded."""
+    """A checkpoint with half the intermediate size is refused: its gate and up look like one rank's shards, but its
+    down is unsharded."""
 
     def rank(world: weft.World) -> None:
         mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 40)
@@ -254,7 +254,7 @@ def test_a_deep_copy_of_every_module_computes_with_its_own_parameters() -> None:
 
 
 class Holder(torch.nn.Module):
-    """A user's module that holds the World."""
+    """A user's module that contains the World."""
 
     def __init__(self, world: weft.World) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def test_from_linear_keeps_frozen_parameters_and_accepts_a_dtype() -> None:
 
 
 def test_autocast_does_not_reach_the_librarys_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast, F.linear would return a dtype other than the dtype of the op's output."""
+    """Under autocast, F.linear would return a dtype that differs from the op's output."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.device, backend._like = torch.device("cpu"), {}
     backend.uploads = Uploads(backend.device)

@@ -69,7 +69,7 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- emulated ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("seed", range(3))
 def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Over both nodes NCCL moves all data; on a World inside one node, kernels overlap transfers with computation."""
+    """NCCL moves all data between the nodes; on a World inside one node, kernels overlap transfers with computation."""
 
     def main(world: weft.World) -> None:
         for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
@@ -120,7 +120,8 @@ class Lines(logging.Handler):
 
 
 def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
-    """Check that every requested plan gives the right result, and that one line explains why cuBLAS and NCCL run it."""
+    """Check that every requested plan gives the right result, and that one log line explains why it runs by cuBLAS and
+    NCCL."""
     rows = [9, 16, 0, 5, 8, 3]
     for plan in ("sequential", "auto", "fused"):
         assert case(world, "all_gather_matmul", rows, 48, 64, plan, bias=True) < 5e-3
@@ -134,7 +135,8 @@ def ops_of_several_nodes(world: weft.World, log: Lines) -> None:
 
 
 def worlds_inside(world: weft.World, log: Lines) -> None:
-    """Create a World for each node, and Worlds of one rank per node; nodes of unequal size leave some ranks alone."""
+    """Create a World for each node, and Worlds with one rank from each node; if nodes are unequal, some ranks are
+    alone."""
     log.lines.clear()
     node = world.split(world.node)
     assert (node.size, node.rank, node.multi_node_unsupported) == (
@@ -152,7 +154,7 @@ def worlds_inside(world: weft.World, log: Lines) -> None:
 
 
 def gpus_of_nodes(rank: int, store: Path) -> None:
-    """Behave like processes on GPUs: shared host memory and symmetric memory exist only inside a node."""
+    """Imitate processes on GPUs: shared host memory and symmetric memory exist only inside a node."""
     shm_exchange.FOLDER = store.parent / f"shm{NODES[rank]}"
     with of_gpus(rank - 4 * NODES[rank]):
         whole = CudaBackend()
@@ -197,9 +199,9 @@ def test_unequal_nodes(tmp_path: Path) -> None:
 
 # -- four ranks on two equal nodes -------------------------------------------------------------------------------------
 def gpus_of_nodes_alike(rank: int, store: Path) -> None:
-    """Behave like processes on GPUs that support two levels. Communication between nodes uses only a few CTAs, for
-    which kernels inside a node leave SMs free. Two levels are unsupported if the GPUs of one node lack peer access,
-    even if the other node's have it."""
+    """Imitate processes on GPUs that support two-level plans. Communication between nodes uses only a few CTAs, and
+    kernels inside a node leave SMs free for them. Two-level plans are unsupported if the GPUs of one node lack peer
+    access, even if the other node has it."""
     shm_exchange.FOLDER = store.parent / f"shm{rank // 2}"
     limits: list[int] = []
     with (

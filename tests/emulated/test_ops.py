@@ -1,6 +1,6 @@
-"""The ops on emulated ranks against torch: every plan kind, any shape, any layout, many schedules.
+"""The ops on emulated ranks are compared with torch: every plan kind, any shape, any layout, many schedules.
 
-The error of a plan may be up to 1.5 times that of `sequential` for the same inputs; the emulator itself raises an error
+A plan's error may be up to 1.5 times the error of `sequential` for the same inputs. The emulator itself raises an error
 for a race, a deadlock or a read of unwritten memory.
 """
 
@@ -50,7 +50,7 @@ def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, 
 
 
 def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> None:
-    """Return the plan's error on every rank, and sequential's."""
+    """Return the errors of the plan and of `sequential` on every rank."""
     plan_errors = errors(op, rows, n, k, plan, run, **options)
     base = sequential_errors(op, tuple(rows), n, k, run, **options)
     assert max(base) < 5e-3
@@ -149,7 +149,7 @@ def test_random_shapes(op: str, kind: str, rows: list[int], n: int, k: int, bias
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("op", OPS)
 def test_schedules(op: str, seed: int) -> None:
-    """Several calls under frequent preemption report nothing, and the result is right."""
+    """Several calls run under frequent preemption without a report, and the result is right."""
     for kind, rows in (("fused", [17, 16, 16]), ("fused", [20, 20, 20]), ("decomposed", [9, 9, 9]))[seed % 2 :]:
         rank_errors = emulate(lambda w, r=rows, k=kind: case(w, op, r, 40, 24, k, calls=3), 3, seed, preempt=0.2)
         assert max(rank_errors) < 5e-3
@@ -160,7 +160,7 @@ def test_schedules(op: str, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
-    """Shapes grow and shrink over every op and kind in succession; no call may read data left by an earlier call."""
+    """Shapes grow and shrink over successive ops and kinds; no call may read data left by an earlier call."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -193,7 +193,7 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", FAST)
 def test_results_are_tensors_of_their_own(kind: str) -> None:
-    """Later calls do not change earlier results, gathered activations included."""
+    """Later calls change neither earlier results nor earlier gathered activations."""
 
     def main(world: weft.World) -> None:
         kept: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -237,8 +237,8 @@ TRANSPOSES = {
 
 @pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TRANSPOSES.items() for plan in plans], ids=str)
 def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> None:
-    """Calls alternate with calls of a dense weight of equal size, so that neither uses the other's prepared launches. A
-    plan that supports transposed weights makes no copy."""
+    """Calls alternate with calls that use a dense weight of equal size, so that neither uses the other's prepared
+    launches. A plan that supports transposed weights makes no copy."""
 
     def main(world: weft.World) -> None:
         for rows, n, k in ((16, 32, 48), (7, 40, 24), (1, 8, 16)):
@@ -307,8 +307,8 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
 
 @pytest.mark.parametrize("seed", some(range(6)))
 def test_a_librarys_gemm_after_copied_shards(seed: int) -> None:
-    """The copy engine sets a flag after each shard, and the call's number after the GEMM. Here the GEMM waits shard by
-    shard."""
+    """The copy engine sets a flag after each shard, and sets the call's number after the GEMM. Here the GEMM waits for
+    each shard separately."""
     plan = FlagGated(tile_m=8, cluster_m=2)
     for ranks, bias in ((2, True), (4, False)):
         rank_errors = emulate(
@@ -346,14 +346,14 @@ def test_two_programs_that_share_an_sm_are_both_resident() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
-    """A rank has more than one block, and the last one may end in the middle of a row."""
+    """A rank has more than one block, and the last block may end in the middle of a row."""
     for rows in ([5, 5], [9, 2, 4]):
         compare(op, rows, 328, 264, OneShot(programs=3, warps=4), calls=2)
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_posted_rows_of_every_rank_or_none(op: str, caplog: Any) -> None:
-    """A rank with an empty part would not wait for the other ranks."""
+    """A rank with an empty shard would not wait for the other ranks."""
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(op, [8, 0, 3], 16, 16, "one_shot", calls=3)) < 5e-3
     assert f"{op}: sequential instead of one_shot: a rank without rows" in caplog.text
@@ -365,8 +365,8 @@ def test_decomposed_needs_no_alignment(op: str) -> None:
 
 
 def test_tensors_at_odd_addresses() -> None:
-    """Only on one rank does the view start off a 16-byte boundary: the ranks still choose one plan, and the result is
-    right."""
+    """On only one rank, the view does not start at a 16-byte boundary. The ranks still choose one plan, and the result
+    is right."""
 
     def main(world: weft.World) -> bool:
         flat = draw(world.rank, 1 + 8 * 16).flatten()
@@ -382,7 +382,7 @@ def test_tensors_at_odd_addresses() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_row_of_any_stride(kind: str) -> None:
-    """Only on one rank does a single row have an arbitrary stride; such a row counts as contiguous."""
+    """On only one rank, a single row has an arbitrary stride; such a row counts as contiguous."""
 
     def main(world: weft.World) -> bool:
         row = draw(world.rank, 64, 1).t() if world.rank else draw(world.rank, 4, 67)[:1, :64]
@@ -427,7 +427,7 @@ def test_repeated_calls_with_views(op: str, plan: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
-    """Fused programs finish tiles while other programs still read data that these need."""
+    """Fused programs finish tiles while other programs still read data that these tiles need."""
     assert max(emulate(lambda world: shared_case(world, op, 32, 64, kind), 2)) < 5e-3
 
 
@@ -441,7 +441,7 @@ def test_rows_longer_than_an_arena_has_to_spare() -> None:
 
 
 def test_a_sum_of_2_31_elements_is_not_empty() -> None:
-    """Only the first elements exist: the emulator raises an error for a read past their end."""
+    """Only the first elements are allocated: the emulator raises an error for a read past their end."""
 
     def rank(world: weft.World) -> None:
         t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
@@ -471,7 +471,7 @@ def test_a_capture_does_not_hide_the_stream_before_it() -> None:
 
 
 def test_one_descriptor_over_all_ranks() -> None:
-    """The address of every copy is a whole number of granules above the lowest one."""
+    """Every copy's address is a whole number of granules above the lowest address."""
 
     def main(world: weft.World) -> None:
         memory = world.symmetric((4096,), torch.uint8, "m")
@@ -522,8 +522,8 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
-    """Loading can wait for a spinning kernel. A call therefore loads all variants that run beside each other before it
-    launches any, even if a bias or a dtype needs another variant of a known shape."""
+    """Loading a kernel can wait for a spinning kernel. A call therefore loads all variants that run concurrently before
+    it launches any of them, even if a bias or a dtype needs another variant of a known shape."""
 
     def main(world: weft.World) -> int:
         backend: Any = world.backend

@@ -1,6 +1,6 @@
 """The memory of `out=` and `received=` does not change an op's result: it may begin off a 16-byte boundary, or overlap
-an operand. One grid covers all functions with such an argument, all kinds of plans and all operands; strided memory is
-refused."""
+an operand. One grid covers all functions with such an argument, all kinds of plans and all operands; non-contiguous
+memory is refused."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def first_half_rows(world: weft.World) -> int:
 
 
 def expert_rows(hidden: torch.Tensor, world: weft.World) -> torch.Tensor:
-    """Return the experts' rows, which begin at whole tiles; nothing may read the rows between them."""
+    """Return the experts' rows, which begin at whole tiles; no kernel may read the rows between them."""
     world.synchronize()
     ids = torch.cat([at_random(0, r, T, LAYER, world.size) for r in range(world.size)])
     counts = ids.flatten().bincount(minlength=EXPERTS)
@@ -135,8 +135,8 @@ def test_every_function_with_out_is_covered() -> None:
 
 
 def over(operand: torch.Tensor, result: torch.Tensor, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a copy of the operand, and memory for the result that begins a given number of bytes after it, in one
-    allocation."""
+    """Return a copy of the operand and memory for the result, both in one allocation; the memory begins a given number
+    of bytes after the copy."""
     size = lambda t: t.numel() * t.element_size()  # noqa: E731
     memory = torch.zeros(size(operand) + shift + size(result) + 64, dtype=torch.uint8)
     copy = memory[: size(operand)].view(operand.dtype).view(operand.shape).copy_(operand)

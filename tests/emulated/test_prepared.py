@@ -1,4 +1,4 @@
-"""Calls of one kind are prepared once: tests of loading before the first launch, and of shared trials."""
+"""Each kind of call is prepared once: tests of loading before the first launch, and of shared trials."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_calls_that_need_different_plans_share_no_trial(op: str, monkeypatch: py
     weft.spmd(main, 2, backend="emulated")
     key, call = REGISTRY[op].trial_key, calls[0]
     assert key(replace(call, shards=(16, 16))) != key(replace(call, shards=(20, 12)))
-    # The operator chooses `everywhere`, and ranks may request different values of `gathered`.
+    # The operator sets `everywhere`, and ranks may request different values of `gathered`.
     assert shared_by(key, call) - {"everywhere", "gathered"} == {"shards"}
 
 

@@ -43,7 +43,7 @@ def layer(world: weft.World) -> None:
 
 
 def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Call], times: int = 3) -> None:
-    """Make both calls repeatedly, each on a stream of its own, with a host that runs ahead as on a GPU."""
+    """Make both calls repeatedly, each on a separate stream, with a host that runs ahead as on a GPU."""
     world = call_a[0]
     for ranks, call in (call_a, call_b):
         call(ranks)
@@ -58,7 +58,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
 
 @contextmanager
 def counted_waits(world: weft.World) -> Iterator[list[str]]:
-    """Yield a list that records the name of each stream for which another stream waits until there is room."""
+    """Yield a list of the names of streams for which another stream waited until SMs were free."""
     waits: list[str] = []
     backend, start_after = world.backend, world.backend.start_after
 
@@ -101,7 +101,7 @@ def test_programs_of_one_rank_that_wait_for_each_other_need_room() -> None:
 
 
 def experts_on_few_sms(world: weft.World, plan: str, sms: int) -> None:
-    """Call a layer of one rank, whose launches begin with fewer SMs than programs."""
+    """Call a layer of one rank with launches that begin when fewer SMs than programs are free."""
     w13 = moe.pack(torch.ones(4, 32, 32).bfloat16(), world=world)
     ids, w2 = torch.arange(8)[:, None].int() % 4, torch.ones(4, 32, 16).bfloat16()
     for _ in range(2):
@@ -121,8 +121,8 @@ def test_a_grid_barrier_needs_room_for_all_programs() -> None:
 
 
 def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
-    """On a GPU, weft records a launch's threads, the registers of all threads, and its shared memory with the system's
-    part; it records nothing for a launch that does not wait for another."""
+    """On a GPU, weft records the threads, registers and shared memory (with the system's part) of a launch; it records
+    nothing for a launch that does not wait for another."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     compiled = SimpleNamespace(n_regs=165, metadata=SimpleNamespace(num_warps=8, shared=4096))
     plain: Any = SimpleNamespace(
@@ -158,7 +158,7 @@ def test_calls_that_fit_together_take_no_event() -> None:
 
 
 def known_calls_on_one_stream(world: weft.World) -> int:
-    """Return how often calls on one stream check whether launches on other streams leave room."""
+    """Return how often calls on one stream check whether launches on other streams leave enough free SMs."""
     calls: tuple[Call, ...] = gather, two_shot, lambda world: weft.matmul_reduce_scatter(x(), x(), world=world)
     for _ in range(2):
         for call in calls:
@@ -195,7 +195,7 @@ def test_sums_of_a_weave_wait_for_no_gemm() -> None:
 
 
 def waits_in_a_capture(world: weft.World) -> list[str]:
-    """Check that calls in a capture wait only for calls on the capture's other streams."""
+    """Check that calls in a capture wait only for calls on the other streams of that capture."""
     a, b, c = (world.side_stream(name) for name in "abc")
     world.backend.captures = lambda stream: stream in (a, b)
     with counted_waits(world) as waits:
@@ -213,7 +213,7 @@ def test_captures_are_apart() -> None:
 
 
 def stuck(sms: SMs, launches: list[ResidentPrograms]) -> bool:
-    """Return whether some program finds no room when the programs start in some order on some SMs."""
+    """Return whether, for some order of starts on some SMs, a program finds no free SM."""
     start = tuple([(0,) * len(sms.room)] * sms.number), tuple(launch.number for launch in launches)
     seen, states = set(), [start]
     while states:
@@ -260,7 +260,7 @@ def test_launches_that_fit_together() -> None:
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:
-    """A call also waits for a call on a third stream that fits beside the second stream's last one."""
+    """A call also waits for a call on a third stream, even if that call fits beside the second stream's last call."""
     half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
     ledger = Ledger(SMs(4, (1,)))
     assert ledger.enter("a", whole) == []

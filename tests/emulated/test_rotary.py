@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_known_call_is_of_its_dtypes(ranks: int) -> None:
-    """The operands may have either dtype, and tensors have new addresses in each call."""
+    """The operands may have different dtypes, and tensors have new addresses in each call."""
     qkv, angle, norm = draw(1, 4, 32), draw(2, 4, 8).float(), draw(3, 8)
 
     def main(world: weft.World) -> float:

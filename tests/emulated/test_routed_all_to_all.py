@@ -1,5 +1,5 @@
-"""GEMM + all-to-all with routing on the device, on emulated ranks: results and gradients against torch, under
-torch.compile, every mutation of its protocol, and its kernels compiled."""
+"""GEMM + all-to-all with routing on the device, on emulated ranks. The tests compare results and gradients with torch,
+also under torch.compile, mutate every step of its protocol, and compile its kernels."""
 
 from __future__ import annotations
 
@@ -155,7 +155,8 @@ def test_operands_that_are_not_contiguous_and_out_that_holds_one(plan: str) -> N
 @pytest.mark.parametrize("needs", [("x",), ("w",), ("b",), ("w", "b")], ids=str)
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_gradients_of_some_operands(plan: str, needs: tuple[str, ...]) -> None:
-    """Requested gradients are the same as in a call that requests all gradients, and the other gradients are None."""
+    """Requested gradients are the same as in a call that requests all gradients; the gradients that were not requested
+    are None."""
 
     def main(world: World) -> None:
         tensors = dict(x=draw(world.rank, 20, 16), w=draw(3, 24, 16), b=draw(4, 24))
@@ -227,7 +228,7 @@ def test_errors_quote_the_arguments() -> None:
 @pytest.mark.parametrize("plan", ["sequential", "fused"])
 def test_ranks_that_disagree(plan: str) -> None:
     """Ranks disagree on the number of rows, or on the plan. A bias or a gradient on one rank alone does not affect the
-    others."""
+    other ranks."""
 
     def main(world: World) -> None:
         m = 16 + 8 * world.rank
@@ -259,7 +260,7 @@ def test_a_capture_allocates_and_compares_nothing(plan: str) -> None:
             caller.call(call, some_nowhere(rng, world.size, 24), bias=True, gradient=True)
             if call == 1:
                 backend.capturing, backend.captures = lambda: True, lambda stream: True
-                backend.exchange = backend.symmetric = None  # a call of either is an error
+                backend.exchange = backend.symmetric = None  # a call of either method raises an error
         del backend.exchange, backend.symmetric
         return caller.error()
 
@@ -288,7 +289,7 @@ def step(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("plan", ["sequential", "fused", SMALL_ALL_TO_ALL], ids=["sequential", "fused", "a plan"])
 def test_a_compiled_graph(plan: str | Plan, dynamic: bool) -> None:
-    """Two calls and their gradients are one graph without a break; new destinations need no new graph, and the number
+    """Two calls and their gradients form one graph without a break. New destinations need no new graph, and the number
     of rows may be symbolic."""
 
     def main(world: World) -> None:

@@ -1,4 +1,5 @@
-"""The operations of a sequence (`World.sequence`) are the same in every call, as a CUDA graph of them needs."""
+"""The operations of a sequence (`World.sequence`) are the same in every call, as required for a CUDA graph of
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ OPS: Mapping[str, Callable[..., Any]] = {
     "scatter": lambda world, plan, x, w: weft.matmul_reduce_scatter(x, w, world=world, plan=plan),
     "norm": lambda world, plan, x, w: weft.all_reduce_rms_norm(x, x + 1, w[0], world=world, plan=plan, full_residual=True),
 }  # fmt: skip
-CASES: Mapping[str, tuple[str, Plan, int]] = {  # with the number of sequences of a call
+CASES: Mapping[str, tuple[str, Plan, int]] = {  # together with the number of sequences of a call
     "decomposed gather": ("gather", Decomposed(), 1),
     "gather to flags": ("gather", FusedGatherByCopies(tile=SMALL_TILE), 1),
     "signaled scatter": ("scatter", Signaled(copies=True, ctas=1, tile=SMALL_TILE), 1),

@@ -1,5 +1,5 @@
-"""The exchange between hosts of one machine over shared memory (backends/shm_exchange.py), and its use by a World: a
-World compares late ranks' calls at the next check.
+"""Hosts of one machine exchange messages over shared memory (backends/shm_exchange.py). A World uses this exchange and
+compares late ranks' calls at the next check.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from weft.world import LATE, PATIENCE
 
 
 def ranks(fn: Callable[[SharedMemoryExchange], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
-    """Run `fn` on threads, each with its own SharedMemoryExchange over the same file."""
+    """Run `fn` on threads, each with a separate SharedMemoryExchange over the same file."""
     slots: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
@@ -121,7 +121,7 @@ def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
 
 
 def test_final_data_uses_no_slot_of_posts() -> None:
-    """Final data uses no slot of posts on any rank, at any position of the ring of posts."""
+    """Final data occupies no slot of posts on any rank, at any position of the ring of posts."""
 
     def main(shm: SharedMemoryExchange) -> bool:
         ends: list[bytes | None] = [b"end of %d" % rank for rank in range(3)]
@@ -142,7 +142,7 @@ def test_half_a_slot_is_not_taken() -> None:
         while shm.collect(1.0) is None:
             pass
         shm.post(b"again")
-        shm.memory[shm._offset(shm.rank, 1) + boards._HEAD.size] ^= 1  # as if the head was visible before its data
+        shm.memory[shm._offset(shm.rank, 1) + boards._HEAD.size] ^= 1  # as if the head became visible before its data
         return shm._next(shm.rank)
 
     assert ranks(main) == [None, None]
@@ -222,7 +222,7 @@ def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Pat
     with pytest.raises(Timeout, match="rank 1 has ended"):
         shm.collect(None)
     process.join()
-    os.kill(child.value, signal.SIGKILL)  # raises an error unless the process is alive
+    os.kill(child.value, signal.SIGKILL)  # an error is raised unless the process is alive
 
 
 def in_child(fn: Callable[[], bool]) -> bool:
@@ -237,7 +237,7 @@ def in_child(fn: Callable[[], bool]) -> bool:
 
 
 def test_a_child_of_a_child_closes_no_other_file(tmp_path: Path) -> None:
-    """A worker forks: the descriptor that the first fork closed refers to a different file in the worker."""
+    """A worker forks; in the worker, the descriptor that the first fork closed refers to a different file."""
     exchanges = [SharedMemoryExchange.shared(0, 1, 1.0, lambda obj: [obj]) for _ in range(2)]
 
     def child() -> bool:
@@ -284,7 +284,7 @@ def test_a_file_without_room_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatc
 
 def test_the_file_of_a_killed_start_is_removed_by_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No other file is removed: neither a file that a rank has locked or is about to lock, nor another program's file
-    whose name has the same beginning."""
+    with the same prefix."""
     monkeypatch.setattr(boards, "FOLDER", tmp_path)
     killed, locked, young = (f"weft-{digit * 32}" for digit in "abc")
     names = killed, locked, young, "weft-parts", "another"
@@ -305,7 +305,7 @@ def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyP
 
 
 def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
-    """A rank that posted while other ranks exchange does not make them wait for messages."""
+    """A rank that posted while other ranks were exchanging does not make them wait for messages."""
     sent: list[object] = []
 
     def main(shm: SharedMemoryExchange) -> Any:
@@ -322,7 +322,8 @@ def test_short_exchanges_use_shared_memory_and_long_ones_messages() -> None:
         post: Any = backend.post
         assert post(b"x" * BYTES) is None
         collected = post(("a", 1))(None)
-        post("late")(0.0) if shm.rank else None
+        late = post("late") if shm.rank else None
+        late and (late(0.0) or late(None))  # the first returns None if the other rank has not posted
         mixed = post("here")(None) if shm.rank == 0 else None
         again = backend.exchange(b"x" * 2 * BYTES) if shm.rank == 0 else post("told")(None)
         return short, long, collected, mixed, again
@@ -365,7 +366,7 @@ def test_a_long_message_is_not_mistaken_for_an_earlier_one() -> None:
 # -- a World whose ranks are late --------------------------------------------------------------------------------------
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no rank arrive within the time limit of the call itself, so that the call is compared at the next check."""
+    """Let no rank arrive within the time limit of the call, so that the call is compared at the next check."""
 
     def late_post(self: EmulatedBackend, obj: Any) -> Callable[[float | None], list[Any] | None]:
         def collect(patience: float | None) -> list[Any] | None:
@@ -374,7 +375,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return collect
 
     monkeypatch.setattr(EmulatedBackend, "post", late_post)
-    monkeypatch.setattr(EmulatedBackend, "compares", False)  # otherwise the call itself would compare
+    monkeypatch.setattr(EmulatedBackend, "compares", False)  # otherwise the call itself would make the comparison
 
 
 def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
@@ -418,7 +419,7 @@ def test_late_ranks_that_disagree_raise_at_the_next_check(
     begin = weft.World.begin
 
     def counted(world: weft.World, number: int | None, *others: Any) -> None:
-        if number is not None and world._calls[number][0] == op:  # excludes calls made by the op's plan
+        if number is not None and world._calls[number][0] == op:  # excludes calls that the op's plan makes
             begun.append(world.rank)
         begin(world, number, *others)
 
@@ -512,7 +513,7 @@ def every_use_raises(world: weft.World, error: type[Exception], says: str) -> bo
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("rank_1_makes", ["another call", "memory", "an exchange", "fewer calls"])
 def test_every_use_raises_after_a_mismatch_with_a_rank_ahead(rank_1_makes: str) -> None:
-    """The fast rank may have launched its call and posted later ones; the other rank cannot know how many."""
+    """The fast rank may have launched its call and posted later calls; the other rank cannot know how many."""
 
     def main(world: weft.World) -> bool:
         weft.all_reduce(torch.ones(4, 8).bfloat16(), world=world, plan="sequential")
@@ -599,8 +600,8 @@ def test_after_a_timeout_over_gloo_every_message_raises() -> None:
 
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
 def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
-    """Return a rank's backend with a record from its GPU, which contains the expired wait, and the values that it read
-    from the other rank."""
+    """Return a rank's backend with a record from its GPU. The record contains the expired wait and the values that it
+    read from the other rank."""
     backend = CudaBackend.__new__(CudaBackend)
     backend.rank, backend.size, backend._shm, backend._waits = shm.rank, 2, shm, None
     backend.uploads = cuda.Uploads(torch.device("cpu"))

@@ -1,5 +1,5 @@
-"""Plan kind `signaled` on emulated ranks: its schedule, its ops against torch, broken schedules, and the row-wise ops that
-read its tiles."""
+"""Plan kind `signaled` on emulated ranks: its schedule, its ops compared with torch, broken schedules, and the row-wise
+ops that read its tiles."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_schedule(owners: int, tiles_per_owner: int, programs: int, groups: li
 
 
 def slots_of(tile_schedule: Schedule, owners: int) -> list[int]:
-    """Return the place where signaled_gemm stores each tile when it processes a program's entries."""
+    """Return the place at which signaled_gemm stores each tile of a program's entries."""
     slots = [-1] * tile_schedule.bounds[-1]
     for p, entries in enumerate(tile_schedule.program_groups):
         left = list(entries)
@@ -116,7 +116,7 @@ def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, 
 
 
 def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **options: Any) -> None:
-    """Return the plan's error on every rank, and sequential's."""
+    """Return the errors of the plan and of `sequential` on every rank."""
     plan_errors = emulate(lambda world: case(world, op, rows, n, k, plan, **options), len(rows), run)
     base = sequential_errors(op, tuple(rows), n, k, run, **options)
     assert max(base) < 5e-3
@@ -139,7 +139,7 @@ PLANS: list[str | Plan] = [
 
 
 def plans_of(op: str) -> list[str | Plan]:
-    """Return the plans that the op has: with copy engines, only a reduce-scatter's groups are moved."""
+    """Return the op's plans; copy engines move groups only for a reduce-scatter."""
     return [plan for plan in PLANS if op == "matmul_reduce_scatter" or not getattr(plan, "copies", False)]
 
 
@@ -154,7 +154,7 @@ def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
 @pytest.mark.parametrize("seed", some(range(6)))
 @pytest.mark.parametrize("op", REDUCING)
 def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
-    """Several calls run under frequent preemption, with a K that is no multiple of the step."""
+    """Several calls run under frequent preemption, with a K that is not a multiple of the step."""
 
     def main(world: weft.World, rows: Sequence[int], plan: Plan, bias: bool) -> float:
         world.backend.capability = AMPERE
@@ -198,14 +198,14 @@ def test_random_shapes(
 ) -> None:
     copies = copies and op == "matmul_reduce_scatter"
     plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
-    if copies:  # copy engines need whole words and tiles
+    if copies:  # copy engines require whole words and tiles
         n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows)
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
 def test_unsupported_copies_are_sequential(caplog: Any) -> None:
-    """Reduce-scatter needs equal shards of whole tiles, and rows that are a multiple of 16 bytes. The reason is logged
-    once, and is the same on every rank."""
+    """Reduce-scatter requires equal shards of whole tiles, and rows that are a multiple of 16 bytes. The reason is
+    logged once, and is the same on every rank."""
     plan = replace(S, copies=True)
 
     def main(world: weft.World, rows: list[int], n: int) -> tuple[float, bool]:
@@ -228,8 +228,8 @@ def test_an_all_reduce_by_copies_is_refused() -> None:
 
 
 def test_the_gemm_of_an_all_reduce_begins_with_the_first_row() -> None:
-    """The measurement of the GEMM alone (tests/gpu/gpu_older.py) asks for copies, which need no communicator. The GEMM
-    must not be rotated as a scatter's is."""
+    """The measurement of the GEMM alone (tests/gpu/gpu_older.py) uses a plan with copies, which needs no communicator.
+    The GEMM's tile order must not be rotated as it is for a scatter."""
 
     def main(world: weft.World) -> list[int]:
         calls = [ReduceCall((32, 32), 40, 24, torch.bfloat16, False, 64, every, True) for every in (True, False)]
@@ -251,7 +251,7 @@ def test_where_one_ranks_output_begins_does_not_divide_the_ranks() -> None:
 @pytest.mark.parametrize("seed", some(range(10)))
 @pytest.mark.parametrize("op", REDUCING)
 def test_schedules(op: str, seed: int) -> None:
-    """Several calls under frequent preemption report nothing, and the result is right."""
+    """Several calls run under frequent preemption without a report, and the result is right."""
     for copies, rows in ((False, [30, 29, 29]), (op == "matmul_reduce_scatter", [32] * 3)):
         plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
         rank_errors = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
@@ -303,7 +303,7 @@ def changed_entry(tile_schedule: Schedule, p: int, i: int, **new: int) -> Schedu
 
 
 def early(tile_schedule: Schedule) -> Schedule:
-    """A program signals a group when it has yet to compute its last tile of the group."""
+    """A program signals a group before it has computed its last tile of the group."""
     p, i = next(
         (p, i)
         for p, entries in enumerate(tile_schedule.program_groups)
@@ -319,13 +319,13 @@ def twice(tile_schedule: Schedule) -> Schedule:
 
 
 def swapped(tile_schedule: Schedule) -> Schedule:
-    """A program computes each of two groups' tiles in place of the other's."""
+    """A program swaps the tiles of two groups."""
     first_tiles = [entry.first_tile for entry in tile_schedule.program_groups[0]]
     return changed_entry(changed_entry(tile_schedule, 0, 0, first_tile=first_tiles[1]), 0, 1, first_tile=first_tiles[0])
 
 
 def short(tile_schedule: Schedule) -> Schedule:
-    """A collective waits for one program too few."""
+    """A collective waits for one program fewer than it should."""
     return replace(tile_schedule, arrivals=(tile_schedule.arrivals[0] - 1, *tile_schedule.arrivals[1:]))
 
 
@@ -339,7 +339,7 @@ def wrong_group(tile_schedule: Schedule) -> Schedule:
 
 
 def cut(tile_schedule: Schedule) -> Schedule:
-    """The first group's collective includes one tile too many."""
+    """The first group's collective includes one extra tile."""
     step = tile_schedule.bounds[-1] // 2 if len(tile_schedule.bounds) == 2 else 6
     return replace(tile_schedule, bounds=(0, tile_schedule.bounds[1] + step, *tile_schedule.bounds[2:]))
 
@@ -507,7 +507,7 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
             rank_errors = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
             assert max(rank_errors) < 5e-3
     to = drawn(9, ranks, [37] * ranks)
-    for n in (40, 39):  # 39 columns need the sequential plan
+    for n in (40, 39):  # a result with 39 columns needs the sequential plan
         rank_errors = emulate(
             lambda w, n=n: all_to_all_case(w, to, n, 40, plan, bias=True, dtype=torch.float16, into=True), ranks, 1
         )
@@ -516,8 +516,8 @@ def test_all_to_all(ranks: int, plan: str | Plan) -> None:
 
 @pytest.mark.parametrize("seed", some(range(10)))
 def test_all_to_all_under_many_schedules(seed: int) -> None:
-    """Ranks have different numbers of waves, and several routings alternate, some of them reused; ops overlap, as on a
-    GPU."""
+    """Ranks have different numbers of waves, and several routings alternate, some of them repeatedly; ops overlap, as
+    on a GPU."""
 
     def main(world: weft.World) -> float:
         worst = 0.0
@@ -554,7 +554,7 @@ def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[i
 
 
 def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
-    """The capture runs a different plan, which needs tables and symmetric memory, without an exchange between hosts."""
+    """The capture runs a different plan that needs tables and symmetric memory, without an exchange between hosts."""
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
@@ -562,7 +562,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         x, w, bias = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24), draw(9, 72)
         routing = weft.route([i % 2 for i in range(40)], world=world)
         expected = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
-        alone = bias if world.rank else None  # a rank may have a bias that others lack
+        alone = bias if world.rank else None  # one rank may have a bias while the others have none
         weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world)
         added = weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world).clone()
         world.exchange(None)
@@ -581,7 +581,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
 
 
 def test_a_sequential_all_to_all_multiplies_by_the_fastest_library() -> None:
-    """A GPU's GEMM into new memory is cuBLAS's (`CudaBackend.linear`); into `out` it may be quack's."""
+    """On a GPU, cuBLAS computes a GEMM into new memory (`CudaBackend.linear`); quack may compute a GEMM into `out`."""
 
     def main(world: weft.World) -> list[bool]:
         linear, has_out = world.backend.linear, []
@@ -640,7 +640,7 @@ def exchanged(tables: GroupTables) -> GroupTables:
 
 
 def mistaken(tables: GroupTables) -> GroupTables:
-    """A group's rows begin one row too early, over the last row of another group."""
+    """A group's rows begin one row too early and overwrite the last row of another group."""
     sender = 1 - tables.signals.ch.state[0].item()
     rows = tables.received[1][sender]
     tables.received[1][sender] = slice(rows.start - 1, rows.stop - 1)

@@ -1,4 +1,4 @@
-"""Concurrent operators on several streams of ranks whose hosts run ahead (cases_streams.py)."""
+"""Concurrent operators run on several streams of ranks whose hosts run ahead (cases_streams.py)."""
 
 from __future__ import annotations
 

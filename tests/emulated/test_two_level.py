@@ -1,5 +1,5 @@
-"""Plan "two_level": ops over emulated nodes against float64, under several schedules; the limits of a node; the choice
-of the plan; and a gate that removes each event and barrier of its host code once.
+"""Plan "two_level" on emulated nodes: ops are compared with float64 under several schedules. The tests also cover the
+limits of a node and the choice of the plan, and a gate removes each event and barrier of the host code once.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def test_gemms(nodes: int, ranks: int, piece_count: int) -> None:
 
 
 def test_sent_tensors_are_kept_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's allocator gives the memory of a released tensor to the stream's next tensor, even if another stream still
-    reads the memory."""
+    """A GPU's allocator assigns the memory of a released tensor to the stream's next tensor, even if another stream
+    still reads it."""
     sent: list[list[weakref.ref[torch.Tensor]]] = [[] for _ in range(6)]  # sent tensors, for each rank
 
     def send(world: World, part: torch.Tensor, to: int, into: torch.Tensor, source: int, stream: Any) -> None:
@@ -128,8 +128,8 @@ def test_sums(nodes: int, ranks: int) -> None:
 
 @pytest.mark.parametrize(("nodes", "ranks"), NODES)
 def test_all_to_all(nodes: int, ranks: int) -> None:
-    """Destinations are even, skewed, or leave ranks without rows to send or receive; rows need not be a multiple of 16
-    bytes."""
+    """Destinations are even or skewed, or leave ranks without rows to send or receive; rows need not be a multiple of
+    16 bytes."""
     sizes = [3 + 5 * (r % 2) for r in range(ranks)]
     all_rows = [
         drawn(1, ranks, sizes),
@@ -189,8 +189,8 @@ def test_gradients(nodes: int, ranks: int) -> None:
 
 
 def test_the_same_bits() -> None:
-    """Results have the same bits in every call and under any schedule; an all-reduce's result has the same bits on
-    every rank."""
+    """Results have the same bits in every call and under any schedule; all ranks receive the same bits from an
+    all-reduce."""
 
     def main(world: World) -> list[torch.Tensor]:
         x, w, shard = draw(world.rank, 10, 32), draw(9, 32, 32), draw(50 + world.rank, 6, 32)
@@ -309,8 +309,9 @@ def test_interleaved_nodes_have_no_levels() -> None:
 
 # -- the choice of the plan --------------------------------------------------------------------------------------------
 def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan for a single node runs as sequential here, and so does "auto" if nothing was timed and ranks have many
-    programs; a plan that a trial chose is kept. Ops without two levels raise an error that says so."""
+    """A plan for a single node runs as sequential here. "auto" also runs as sequential if nothing was timed and ranks
+    have many programs. A plan that a trial chose is kept. An op without a two-level plan raises an error that says
+    this."""
 
     def main(world: World) -> None:
         op = REGISTRY["all_gather_matmul"]
@@ -326,7 +327,7 @@ def test_the_chosen_plans(caplog: pytest.LogCaptureFixture) -> None:
         assert choice.candidates() == [TwoLevel(), TwoLevel(2)]
         scale, world.backend.scale = world.backend.scale, type(world.backend.scale)()
         assert chosen("auto") == Sequential()
-        trial = type("Found", (), {"faster": {"eager": TwoLevel(2), "graph": None}})()
+        trial = type("Found", (), {"faster": {"eager": (TwoLevel(2),), "graph": ()}})()
         world.choices.trials[choice.key] = trial
         assert chosen("auto") == TwoLevel(2) and op.choose(world, call, "auto", True) == Sequential()
         world.backend.scale = scale
@@ -363,7 +364,7 @@ def test_scales_do_not_go_between_nodes(plan: str, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize(("us", "plan"), [(80.0, TwoLevel(2)), (100.0, Sequential())])
 def test_auto_chooses_the_plan_measured_faster(us: float, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL over all ranks takes 100 us, and two levels in one piece take 120 us."""
+    """NCCL over all ranks takes 100 us, and the two-level plan in one piece takes 120 us."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *rest: Any) -> CallTime:
         world: Any = self.ranks
@@ -422,7 +423,7 @@ def test_memory_of_another_node_is_out_of_reach(how: str) -> None:
 
 
 def test_collectives_between_nodes_are_events() -> None:
-    """A rank may read the data once the transfer has ended, and nothing else orders the read: the emulator detects a
+    """A rank may read the data once the transfer has ended, and nothing else orders the read. The emulator detects a
     rank that does not wait for the transfer."""
 
     def main(world: World, wait: bool) -> None:
@@ -454,7 +455,7 @@ BARRIERS = [
 
 
 def everything(world: World) -> None:
-    """Call every op with barriers of its own several times over the same memory, on ranks that continue at once."""
+    """Call every op that has barriers several times over the same memory, on ranks that continue at once."""
     caller = Caller(world)
     for i in range(3):
         caller.reduce(i, 9, 16, 32, TwoLevel(2), True)
@@ -465,7 +466,7 @@ def everything(world: World) -> None:
 
 
 def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
-    """Run `everything` without the barrier in a given line of a file."""
+    """Run `everything` without the barrier on a given line of a file."""
 
     def main(world: World) -> None:
         node = world.levels.node
@@ -486,7 +487,7 @@ def without_barrier(place: tuple[str, int] | None, seed: int) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("place", [None, *BARRIERS])
 def test_every_barrier_is_needed(place: tuple[str, int] | None) -> None:
-    """With all barriers in place, the whole run succeeds."""
+    """With all barriers, the whole run succeeds."""
     if place is None:
         assert len(BARRIERS) == 5
         for seed in range(4):

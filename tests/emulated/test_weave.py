@@ -1,4 +1,5 @@
-"""Weaving: which calls overlap, where a batch is split, and which plan "auto" chooses from the measured table."""
+"""The tests check which calls of a woven layer overlap, where a batch is split, and which plan "auto" chooses from the
+measured table."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ TINY = dict(
 
 
 def stages(world: weft.World, parts: int, log: list[tuple[str, int, int, str]]) -> list[torch.Tensor]:
-    """Run four stages, each a matrix product followed by an all-reduce that takes about as long as the product."""
+    """Run four stages. Each stage is a GEMM followed by an all-reduce that takes about as long as the GEMM."""
     rows, width = 64 // parts, 64
     w = torch.full((width, width), 1 / 128)
     outs = [world.empty((rows, width), torch.float32) for _ in range(parts)]
@@ -92,8 +93,8 @@ def test_the_model_of_waves() -> None:
 
 
 def test_the_smart_split_adds_no_waves() -> None:
-    """Ten row tiles of one column take four programs 3 waves if they are not split, 2 + 2 waves if they are split
-    evenly, and 2 + 1 waves if they are split after 4 or 8 row tiles."""
+    """For ten row tiles of one column, four programs need 3 waves without a split, 2 + 2 waves with an even split, and
+    2 + 1 waves with a split after 4 or 8 row tiles."""
     p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     assert p.layer(640, 640) == 2 * (2 + 2)
     assert p.split(1280) in (512, 768)
@@ -101,7 +102,7 @@ def test_the_smart_split_adds_no_waves() -> None:
 
 
 def test_a_long_norm_wants_even_parts() -> None:
-    """The GEMMs alone would be split after 4 or 6 of 10 row tiles."""
+    """The GEMMs alone would be best split after 4 or 6 of 10 row tiles."""
     p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     measured = LayerTimes(128, p.attention, p.mlp, tuple(float(i * i) for i in range(1, 11)))
     assert measured.split(1280) == 640

@@ -1,4 +1,4 @@
-"""The World on which ops run: refused input, disagreeing ranks, plans as JSON, workspaces, and expired waits."""
+"""The World on which ops run: refused input, disagreeing ranks, plans as JSON, workspaces, and waits that expire."""
 
 from __future__ import annotations
 
@@ -264,8 +264,8 @@ CANNOT = [
 
 @pytest.mark.parametrize(("op", "change"), CANNOT, ids=str)
 def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
-    """A plan leaves no program for the GEMM, has no pull program, has a chunk that its programs cannot share, or has a
-    block whose size is no power of two."""
+    """A plan is refused if it leaves no program for the GEMM, has no pull program, has a chunk that its programs cannot
+    share, or has a block whose size is not a power of two."""
 
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
@@ -339,7 +339,7 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
 @pytest.mark.parametrize("difference", DISAGREE)
 @pytest.mark.parametrize("op", OPS)
 def test_a_disagreement_raises_on_every_rank(op: str, difference: str, seed: int) -> None:
-    """The error is raised before any launch, and quotes every rank's call; the next call works."""
+    """The error is raised before any launch and quotes every rank's call; the next call works."""
 
     def main(world: weft.World) -> Exception | None:
         exception = caught(lambda: DISAGREE[difference](world, op))
@@ -383,7 +383,7 @@ def test_plans_that_disagree_are_named_by_their_differences() -> None:
 
 
 def test_ranks_at_different_calls_are_named_in_short() -> None:
-    """The other rank routes rows, exchanges one of the caller's objects, or runs a plan that names its channel."""
+    """The other rank routes rows, exchanges an object of the caller, or calls an all-reduce."""
 
     def main(world: weft.World) -> list[str]:
         op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
@@ -565,7 +565,7 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
 
 def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
     """A capture after one call runs the plan of eager calls, and weft logs this; a capture after two calls runs the
-    plan of graphs. A rank whose operand has a different layout takes part too."""
+    plan of graphs. A rank whose operand has a different layout takes part in the call too."""
     ran: dict[int, list[str]] = {0: [], 1: []}
 
     class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
@@ -618,8 +618,8 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
 
 
 def test_ranks_are_given_a_port_that_is_taken_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that was free when the launcher checked it may belong to a different program by the time that a rank
-    listens on it."""
+    """A port that was free when the launcher checked it may belong to a different program when a rank starts to listen
+    on it."""
 
     def start(fn: Any, args: Any, **_: Any) -> NoReturn:
         environment = next(value for value in args if isinstance(value, dict) and "MASTER_PORT" in value)
@@ -700,7 +700,7 @@ OTHERWISE: dict[str, Plan] = {  # fused plans other than those of pull programs
     ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, OTHERWISE[op])], ids=str
 )
 def test_first_use_inside_a_capture_raises_with_advice(op: str, plan: str | Plan) -> None:
-    """After a call outside, a capture allocates nothing and makes no exchange between hosts."""
+    """After a call outside a capture, the capture allocates nothing and makes no exchange between hosts."""
 
     def main(world: weft.World) -> Exception | None:
         backend: Any = world.backend
@@ -739,7 +739,7 @@ def test_growing_batches_share_a_workspace() -> None:
         backend: Any = world.backend
         allocations, symmetric = [], backend.symmetric
         backend.symmetric = lambda nbytes, name: allocations.append((name, nbytes)) or symmetric(nbytes, name)
-        for rows in range(32, 321, 32):  # in tiles of 16 rows, on two ranks
+        for rows in range(32, 321, 32):  # two ranks share these rows in tiles of 16
             for plan in ("decomposed", "fused"):
                 weft.matmul_reduce_scatter(draw(0, rows, 16), draw(1, 64, 16), world=world, plan=plan)
         return allocations
@@ -857,7 +857,8 @@ def test_repeated_launches_compute_correctly(seed: int) -> None:
 
 
 def gpu_backend(words: list[int], describe: Callable[[int], str] = "address {:#x}".format) -> Any:
-    """Return the part of a GpuBackend that `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
+    """Return the part of a GpuBackend that `check` needs, with a record in the form that a kernel writes
+    (lang/intrinsics.py)."""
     uploads = SimpleNamespace(pending=[])
     backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None, uploads=uploads)
     backend.check = lambda: GpuBackend.check(backend)
@@ -908,7 +909,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
         shared_memory_per_multiprocessor=228 << 10, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
-    small: list[Any] = []  # kernels that leave all of an SM's shared memory available to others
+    small: list[Any] = []  # kernels that leave all of an SM's shared memory free
     monkeypatch.setattr(_triton, "share_all_memory", small.append)
 
     def compiled_with(shared: int) -> Any:
@@ -920,7 +921,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     launcher.load(kernel, 264, {}, {})
     with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 an SM"):
         launcher.load(kernel, 265, {}, {})
-    launcher.load(kernel, 265, {}, dict(local=True))  # programs of a local kernel wait for no other
+    launcher.load(kernel, 265, {}, dict(local=True))  # programs of a local kernel do not wait for each other
     large = Kernel(compiled_with(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})
@@ -935,7 +936,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variant for the same integers is loaded before anything spins."""
+    """A variant for the same integers is loaded before any kernel spins."""
     monkeypatch.setattr(Launcher, "occupancy", lambda *_: 1)
     loaded: list[bool] = []
     compiled = SimpleNamespace(_init_handles=lambda: loaded.append(True))
@@ -988,8 +989,8 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result does not depend on the thread's current device: a kernel loaded on a different GPU would be loaded
-    again while a kernel waits."""
+    """The result does not depend on the thread's current device: a kernel that is loaded on a different GPU would be
+    loaded again while a kernel waits."""
     current, loaded = [0], []
 
     @contextmanager
@@ -1050,15 +1051,15 @@ def test_without_a_gpu_init_names_the_backend_to_use() -> None:
 
 
 def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During a capture torch aborts the process if symmetric memory is released, and CUDA makes the capture invalid if
-    a graph is destroyed; garbage collection might do both."""
+    """During a capture torch aborts the process if symmetric memory is released, and CUDA invalidates the capture if a
+    graph is destroyed. Both can happen in garbage collection."""
 
     class Held:
         pass
 
     def left(capturing: bool) -> list[bool]:
-        """Return whether the memory and a graph of a World that ends are left; the World is in a cycle of
-        references."""
+        """Return whether a World's memory and graph are left after the World, which is in a cycle of references, has
+        ended."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend: Any = CudaBackend.__new__(CudaBackend)
         backend._held, backend.sequence = cuda._held_by(backend), cuda._Sequence(backend, backend, lambda: None)
@@ -1098,7 +1099,7 @@ def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatc
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Set the environment of rank 1 of 4 on a host with one GPU, and nothing else."""
+    """Set only the environment variables of rank 1 of 4 on a host with one GPU."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name in (*shared_gpu.settings(0), "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
@@ -1112,7 +1113,7 @@ def test_ranks_that_share_a_gpu_configure_nccl_before_it_starts(one_gpu: pytest.
     one_gpu.setenv("NCCL_SOCKET_IFNAME", "eth0")
     one_gpu.setenv("LOCAL_RANK", "1")
     shared_gpu.prepare()
-    assert os.environ["LOCAL_RANK"] == "0"  # of this rank's GPU; Transformers loads models there
+    assert os.environ["LOCAL_RANK"] == "0"  # Transformers loads models on this rank's GPU
     assert os.environ["NCCL_HOSTID"] == "rank1" and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
     assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 
@@ -1150,7 +1151,7 @@ def test_an_unknown_value_of_weft_share_gpu_is_refused(one_gpu: pytest.MonkeyPat
 
 
 def test_one_log_line_reports_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
-    """weft logs the line whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
+    """weft logs this line whether or not sharing was requested: ranks that happen to be on one GPU share it too."""
     devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
     assert shared_gpu.shared_gpus(devices) == 2 and shared_gpu.shared_gpus(devices[:2]) == 0
     shared_gpu.log_shared_gpus.cache_clear()
@@ -1184,7 +1185,7 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank sends its results only when the GPU has finished: an exchange of tensors would send handles to the memory
+    """A rank sends its results only when the GPU has finished. An exchange of tensors would send handles to the memory
     of a different process."""
     did: list[str] = []
 
@@ -1203,8 +1204,8 @@ def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPa
 
 
 def test_worlds_have_the_same_names_in_each_run() -> None:
-    """The keys of torch.compile's caches, also of those on disk, contain a World's name. So a World has the same name in
-    every run, and the Worlds of a run have different names."""
+    """The keys of torch.compile's caches, including those on disk, contain a World's name. A World therefore has the
+    same name in every run, and the Worlds of one run have different names."""
 
     def names(world: weft.World) -> tuple[str, str]:
         return world.name, world.split(0).name
@@ -1229,7 +1230,7 @@ def of_group(group: Any) -> Any:
 
 @contextmanager
 def of_gpus(current: int) -> Iterator[None]:
-    """Replace the part of CUDA that the construction of a CudaBackend needs."""
+    """Replace the part of CUDA that constructing a CudaBackend needs."""
     with (
         mock.patch.multiple(cuda, Record=lambda device: None, Launcher=lambda backend: None),
         mock.patch.multiple(
@@ -1253,7 +1254,7 @@ def of_three(rank: int, port: int) -> None:
     pair = dist.new_group([0, 1])
     dist.new_group([0, 2])  # rank 1 belongs to fewer groups than rank 0
     if rank < 2:
-        with torch.device("meta"):  # "meta" stands for a default device that is a GPU
+        with torch.device("meta"):  # "meta" represents a default device that is a GPU
             group_backend, again = of_group(pair), of_group(pair)
             assert group_backend.exchange(rank) == [0, 1]
             assert again.exchange({"rank": "x" * 1000 * rank}) == [{"rank": ""}, {"rank": "x" * 1000}]
@@ -1296,7 +1297,7 @@ def test_ranks_that_are_in_different_numbers_of_groups_find_each_other(monkeypat
 @pytest.mark.parametrize(
     ("env", "started", "bound", "touched", "index"),
     [
-        ({}, False, None, False, 3),  # a single process: its current device
+        ({}, False, None, False, 3),  # a single process uses its current device
         ({"LOCAL_RANK": "5"}, False, None, True, 5),  # a process that torchrun started
         ({"LOCAL_RANK": "5", "RANK": "13"}, True, None, False, 5),  # with a group, before it has chosen a GPU
         ({"LOCAL_RANK": "5"}, True, None, True, 3),  # with a group, after it has chosen a GPU
@@ -1478,7 +1479,7 @@ def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -
 
 def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's cache may occupy all of a GPU's memory although no tensor uses it. After any other error, weft does not
-    repeat the allocation."""
+    retry the allocation."""
     from torch.distributed import _symmetric_memory as symm
 
     from weft.backends import cuda

@@ -29,7 +29,8 @@ def test_parts_by_the_ranks_arguments() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ops_of_several_parts(seed: int) -> None:
-    """Parts, and parts of parts, sum with flags and with NCCL, alternating with sums over all ranks."""
+    """Worlds of some ranks, and Worlds split from these, sum with flags and with NCCL, alternating with sums over all
+    ranks."""
 
     def main(world: weft.World) -> float:
         pairs, others = world.split(world.rank // 2), world.split(world.rank % 2)

@@ -1,4 +1,4 @@
-"""Breaks a protocol on purpose, one call at a time, to test that the emulator or the test's own check notices.
+"""Break a protocol on purpose, one call at a time, to test whether the emulator or the test's own check notices.
 
 The mutated sites are those that a recorded run (`record=True`) reached. In kernels, a mutation removes a wait, notify,
 barrier or signal, doubles a signal, makes a release or acquire relaxed, narrows a scope to one GPU, or lowers a wait's
@@ -46,7 +46,7 @@ class Mutation:
     position: tuple[int, int] = (0, 0)
     argument: str | int = ""  # "set" and "lower" change the argument of this keyword or index
     value: Value = None
-    method: str = ""  # "drop" removes calls of this method of the backend
+    method: str = ""  # "drop" removes calls of this method from the backend
 
     def __str__(self) -> str:
         path = os.path.relpath(self.file)
@@ -128,7 +128,7 @@ def _calls(node: ast.AST) -> Iterator[ast.Call]:
 
 
 def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
-    """Return the statement's expressions, without the statements inside it."""
+    """Return the statement's expressions, but not the statements inside it."""
     if isinstance(statement, ast.For):
         return [statement.iter]
     if isinstance(statement, (ast.If, ast.While)):
@@ -137,8 +137,8 @@ def _expressions_of(statement: ast.stmt) -> list[ast.AST]:
 
 
 def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
-    """Return whether the function is part of a protocol, and whether it moves data, in its own body or in the functions
-    that it calls."""
+    """Return whether the function is part of a protocol, and whether it moves data. Each property may come from the
+    function's own body or from a function that it calls."""
     seen = seen if seen is not None else set()
     key = f"{fn.__module__}.{fn.fn.__qualname__}"
     if key in seen:
@@ -260,8 +260,8 @@ def kill_rate(
     seeds: Iterable[int],
     **options: Any,
 ) -> list[tuple[Mutation, str | None]]:
-    """Return each mutation with the error that caught it on the first seed that did (an exception of `fn` itself
-    counts), or None."""
+    """Return each mutation with the error of the first seed that caught it (an exception of `fn` itself counts), or
+    None."""
     seeds = list(seeds)
     out: list[tuple[Mutation, str | None]] = []
     for mutation in mutations:

@@ -27,7 +27,7 @@ def double(x, y, ch, N: tl.constexpr):
 
 
 def doubled(world: World, x: torch.Tensor) -> torch.Tensor:
-    """Return 2 x, which the current stream may not have computed yet."""
+    """Return 2 x; the current stream may not have computed x yet."""
     channel, y = world.channel("calls", 1, None), world.zeros((16,), torch.float32)
     arguments = dict(x=x, y=y, ch=channel, N=16)
     world.launch(double, 1, arguments, dict(num_warps=1), world.current_stream())
@@ -142,7 +142,7 @@ def test_a_read_on_the_host_orders_later_launches() -> None:
 
 
 def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
-    """A result that is a view, such as gathered rows, keeps its values after the call has returned."""
+    """A result that is a view, such as gathered rows, keeps its values after the call returns."""
 
     def main(world: World) -> float:
         return all_gather_grads(world, (8,) * 4, 16, 16, TwoLevel(), through=True)
@@ -151,7 +151,7 @@ def test_autograd_counts_a_write_when_it_is_enqueued() -> None:
 
 
 def test_torch_may_read_unwritten_elements() -> None:
-    """Grouped products, for example, skip rows of padding; the writes of a kernel on a different stream are ordered
+    """Grouped GEMMs, for example, skip rows of padding. The writes of a kernel on a different stream are ordered
     nevertheless."""
 
     def main(world: World, event: bool) -> torch.Tensor:

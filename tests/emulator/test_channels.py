@@ -1,4 +1,4 @@
-"""On every rank each channel has counters of its own, whatever was allocated before it."""
+"""On every rank each channel has separate counters, whatever was allocated before it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.emulator.bounds import ADDRESS
 
 @weft.jit
 def notify_next(ch, epoch):
-    """Every rank increments channel 0 of the next rank, and waits for its own."""
+    """Every rank increments channel 0 of the next rank, and waits for its own channel 0."""
     me = wl.rank_of(ch)
     wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
     wl.channel_wait(ch, 0, 1, 0, (me + 1) % ch.world)
@@ -23,7 +23,8 @@ def notify_next(ch, epoch):
 
 
 def test_channels_that_do_not_fit_get_a_new_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Channels that do not fit are all allocated in a new block, and no two channels share a counter."""
+    """Channels that do not fit into the current block are all allocated in a new block, and no two channels share a
+    counter."""
     monkeypatch.setattr(world_module, "_COUNTERS", 128)
     sizes = [64, 64, 1, 100, 128, 3, 60, 65]
 

@@ -43,8 +43,8 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
-    """The file's folder is on the path only while the file is loaded and run; its main may import modules from it
-    too."""
+    """The file's folder is on the import path only while the file is loaded and run; the file's main may import modules
+    from that folder too."""
     before = list(sys.path)
     (tmp_path / "imported_late.py").write_text("seen = []\n")
     (tmp_path / "copy.py").write_text(
@@ -57,7 +57,7 @@ def test_a_checked_file_hides_no_module_from_others(tmp_path: Path) -> None:
     assert sys.modules.pop("imported_late").seen == [0, 1]
 
 
-# -- kernels that ran are compiled -------------------------------------------------------------------------------------
+# -- the check compiles the kernels that ran ---------------------------------------------------------------------------
 
 
 def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.CheckedKernel]:
@@ -117,7 +117,7 @@ def test_targets_that_weft_cannot_compile_for(text: str) -> None:
 
 
 def test_a_refusal_is_a_sentence() -> None:
-    """The error quotes the kernel's own line instead of ptxas' whole report or the compiler's failure, which name no
+    """The error quotes the line of the kernel instead of ptxas' whole report or the compiler's failure, which name no
     line."""
     first_line = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
     log = "Internal error\n`ptxas` stderr:\nptxas x.ptx, line 9; error   : Feature 'a' requires b\nptxas fatal   : Aborted"
@@ -178,7 +178,7 @@ def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
 
 
 def test_a_verdict_does_not_depend_on_tritons_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Triton's cache returns the original's code for the copy, and that code names the original's lines."""
+    """For the copy, Triton's cache returns the code of the original file, which names the original file's lines."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     source = Path(__file__).read_text()
     for name in ("original", "copy"):
@@ -257,7 +257,7 @@ def test_a_notify_that_leaves_out_bulk_stores_is_found(bulk: bool) -> None:
 
 @triton.jit
 def histogram(x, counts, scratch, N: tl.constexpr):
-    """Use a jump table, and atomics on data, which every thread executes."""
+    """Use a jump table, and atomics on data that every thread executes."""
     p = tl.program_id(0)
     offsets = tl.arange(0, N)
     tl.store(scratch + p * N + offsets, offsets)
@@ -306,8 +306,8 @@ def test_assembly_that_only_keeps_an_order_is_no_instruction() -> None:
 
 
 def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
-    """Without a separate epoch, the emulator records only the load that needs the wait; the compiled code has a second
-    load, which needs no wait."""
+    """Without a separate epoch, the emulator records only the load that needs the wait. The compiled code contains a
+    second load that needs no wait."""
     place = (__file__, 10)
     lines_and_calls = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
     ptx = """.visible .entry k(
@@ -327,6 +327,6 @@ def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
 """.replace("FILE", Path(__file__).name).replace("TESTS", str(Path(__file__).parent))
     assert lines_and_calls(ptx)[0] == (10, ((Path(__file__).name, 20),))
     assert broken_kernel_rules(ptx, "", [(place, (__file__, 24))]) == []
-    for behind in (20, None):  # either the first line also comes later, or the load has no known caller
+    for behind in (20, None):  # either the first line also occurs later, or the load has no known caller
         (wrong,) = broken_kernel_rules(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
         assert wrong.startswith("acquire: may be loaded before the wait"), behind

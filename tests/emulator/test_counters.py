@@ -1,5 +1,5 @@
 """Counters that only grow pass 2^31 and 2^32 after 37 hours on a busy server. Every op and plan must stay correct
-there."""
+beyond these limits."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def wrapped(number: int) -> int:
 
 
 def age(world: World, calls: int) -> None:
-    """Advance every counter as if BEFORE calls of this kind had been made: each grows in proportion."""
+    """Advance every counter as if BEFORE calls of this kind had been made."""
     world.synchronize()
     world.exchange("aged")
     backend: Any = world.backend
@@ -64,19 +64,19 @@ def age(world: World, calls: int) -> None:
         calls_made = int(state[CALLS.value])
         aged_calls = calls_made * calls // BEFORE
         state[CALLS.value] = wrapped(aged_calls)
-        if name.startswith("calls of "):  # words with a launch count in the bits above a number
+        if name.startswith("calls of "):  # words that contain a launch count in the bits above a number
             number = (1 << NUMBER_BITS) - 1
             for i, word in enumerate(counters.tolist()):
                 count = aged_calls - calls_made + (word >> NUMBER_BITS)
                 counters[i] = wrapped((count << NUMBER_BITS) + (word & number))
         else:
             counters.copy_(torch.tensor([wrapped(c * calls // BEFORE) for c in counters.tolist()]))
-    backend.machine.words.clear()  # the emulator's record of who released which value
+    backend.machine.words.clear()  # the emulator's record of the program that released each value
     seen = set()
     for name, word in inside([world._cache, world._arenas]):
         if name in COUNTING and word.dtype == torch.int32 and word.data_ptr() not in seen:
             seen.add(word.data_ptr())
-            first_counts = [c % BEFORE for c in word.tolist()]  # words that start at 1 in the first call
+            first_counts = [c % BEFORE for c in word.tolist()]  # words whose value is 1 in the first call
             aged = [
                 wrapped(one + (c - one) * calls // BEFORE) for c, one in zip(word.tolist(), first_counts, strict=True)
             ]

@@ -1,4 +1,4 @@
-"""The emulator keeps its promise: it finds every planted bug on every seed, and no bug in the correct version.
+"""The emulator finds every planted bug on every seed, and finds no bug in the correct version.
 
 Most of the bugs are planted in one small all-gather + row sum: rank r copies its shard to every peer and increments
 their flags, and every rank sums the rows that have arrived. BUG names the planted bug.
@@ -198,7 +198,7 @@ def test_a_spin_by_ordinary_loads_ends_in_a_report() -> None:
         spmd(lambda b: fn(b, False), 1)
     with pytest.raises(Race, match=r"race on flag\[0\]"):
         spmd(lambda b: fn(b, True), 1)
-    spmd(lambda b: fn(b, True), 1, races=False)  # the waiting program is woken only by the store
+    spmd(lambda b: fn(b, True), 1, races=False)  # only the store wakes the waiting program
 
 
 @jit
@@ -254,7 +254,7 @@ def compute_for_ever(x, END: tl.constexpr, STORE: tl.constexpr):
 
 @pytest.mark.parametrize("store", [False, True])
 def test_a_loop_without_an_end_is_a_deadlock(monkeypatch: pytest.MonkeyPatch, store: bool) -> None:
-    """The loop may change memory or not, and a nested loop is counted separately."""
+    """The loop may change memory or not; a nested loop is counted separately."""
     monkeypatch.setattr(interpret, "TURNS", 100)
 
     def fn(b: EmulatedBackend, end: int) -> int:
@@ -474,8 +474,8 @@ def test_a_fence_and_a_wait_are_for_a_warp_of_counters(seed: int) -> None:
 
 @jit
 def bulk(desc, out, plain, flag, guard, BLOCK: tl.constexpr, BUG: tl.constexpr):
-    """Program 0 stores a block by descriptor (with PLAIN, by an ordinary store), and program 1 loads it by
-    descriptor."""
+    """Program 0 stores a block through a descriptor (with PLAIN, by an ordinary store), and program 1 loads it through
+    a descriptor."""
     if tl.program_id(0) == 0:
         value = tl.full((BLOCK, BLOCK), 3.0, tl.float32)
         if BUG == "plain" or BUG == "no fence":
@@ -574,7 +574,7 @@ def test_event_orders_streams(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_finish_orders_nothing(seed: int) -> None:
-    """On a GPU `finish` does nothing, so the emulator must not use it as an edge between streams."""
+    """On a GPU `finish` does nothing, so the emulator must not treat it as an edge between streams."""
 
     def fn(b: EmulatedBackend) -> None:
         x, y = torch.ones(64), b.empty((64,), torch.float32)
@@ -641,7 +641,7 @@ def test_collectives(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
     def fn(b: EmulatedBackend, own_part: bool, with_barrier: bool) -> None:
-        """After an all-gather every rank clears a part that it gathered itself (`own_part`) or that its neighbour
+        """After an all-gather, every rank clears the shard that it gathered itself (`own_part`) or that its neighbour
         gathered."""
         full = b.symmetric(4 * 8 * b.size, "full").view(0, (8 * b.size,), torch.float32)
         main = b.current_stream()
@@ -788,7 +788,7 @@ def test_grid_that_waits_on_itself_must_be_resident(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
-    """A spinning kernel that fills the rank keeps the kernel that would release it from starting."""
+    """A spinning kernel that occupies the whole rank prevents the kernel that would release it from starting."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, guard = b.zeros((1,), torch.int32), b.guard()
@@ -805,7 +805,7 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", ["call", "all_reduce"])
 def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
-    """A kernel waits for a flag that is set after work of cuBLAS or NCCL, and must leave an SM for that work."""
+    """A kernel waits for a flag that is set after work by cuBLAS or NCCL, and must leave an SM free for that work."""
 
     def fn(b: EmulatedBackend, programs: int) -> None:
         counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
@@ -827,7 +827,7 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_of_one_communicator_go_one_after_another(seed: int) -> None:
     def fn(b: EmulatedBackend, on: Any, early: bool) -> None:
-        """The first kernel waits for a flag that is set after (or before) the second one."""
+        """The first kernel waits for a flag that is set after (or before) the second kernel."""
         flag, one = b.zeros((1,), torch.int32), b.tensor([1], torch.int32)
         first_stream, second_stream = b.side_stream("first"), b.side_stream("second")
         b.wait(flag, one, first_stream)
@@ -890,8 +890,8 @@ def take_in(x, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int16, torch.bfloat16])
 def test_no_number_that_host_code_writes_looks_unwritten(dtype: torch.dtype) -> None:
-    """Neither one value in every element nor all values in turn are mistaken for unwritten memory; the elements beside
-    them remain unwritten."""
+    """The emulator mistakes neither one value in every element nor all values in turn for unwritten memory; the
+    adjacent elements remain unwritten."""
     same_size = torch.uint8 if dtype.itemsize == 1 else torch.int16
     every = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32).to(same_size)
 
@@ -1006,7 +1006,8 @@ class Pair(NamedTuple):
 
 @jit
 def from_either(pair, table, out, bad, N: tl.constexpr, HOW: tl.constexpr):
-    """Return the even elements of `low` and the odd ones of `high`; with `bad`, one too many of `low`."""
+    """Return the even elements of `low` and the odd elements of `high`; with `bad`, return one element too many from
+    `low`."""
     offsets = tl.arange(0, N)
     even = offsets % 2 == 0
     if HOW == "where":
@@ -1174,7 +1175,7 @@ def test_edge_of_a_descriptor() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_used_again_has_no_past(seed: int) -> None:
-    """A tensor at the address of a freed one must not be blamed for the freed one's accesses."""
+    """A tensor at the address of a freed tensor must not be blamed for the freed tensor's accesses."""
     buffers = [np.zeros(1024, np.float32) for _ in range(2)]
 
     def fn(b: EmulatedBackend, again: bool) -> None:
@@ -1481,7 +1482,7 @@ def test_timeline() -> None:
     assert all(">= 1" in s.detail and s.end > s.start for s in waits)
     programs = {(rank, f"take:{index}") for rank in (0, 1) for index in (0, 1)}
     assert programs <= {(s.rank, s.track) for s in spans if s.kind == "compute"}
-    for s in waits:  # a wait cannot end before the releaser's work began
+    for s in waits:  # a wait cannot end before the releasing program's work began
         begun = min(t.start for t in spans if (t.rank, t.track) == s.releaser)
         assert s.end >= begun
     tracks: dict[tuple[int, str], list[tuple[float, float]]] = {}
@@ -1515,7 +1516,7 @@ def test_the_same_process_compiles_afterwards() -> None:
 
 
 def line_of(text: str) -> int:
-    """Return the number of the line in this file that has the text in a comment."""
+    """Return the number of the line in this file whose comment contains the text."""
     lines = Path(__file__).read_text().splitlines()
     (line_number,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
     return line_number
@@ -1523,7 +1524,7 @@ def line_of(text: str) -> int:
 
 @jit
 def several_stores(log, own_box, addresses, out, epoch, ch, N: tl.constexpr, LATE: tl.constexpr):
-    """Rank 0 writes to rank 1 after its notify (LATE), or rank 1 reads before it waits."""
+    """Rank 0 writes to rank 1 after its notify (LATE), or rank 1 reads before its wait."""
     offsets, me = tl.arange(0, N), wl.rank_of(ch)
     if me == 0:
         if LATE:
@@ -1601,8 +1602,8 @@ EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d
 @pytest.mark.parametrize("bug", ["halves", "epoch"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_reuse_of_memory_that_a_peer_reads_is_reported_as_reuse(bug: str, seed: int) -> None:
-    """The cause is either one buffer in place of two, or an epoch word that starts again; either access may come
-    first."""
+    """The cause is either a single buffer where two are needed, or an epoch word that starts again; either access may
+    come first."""
     weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
     with pytest.raises(Race, match=EARLY) as caught:
         weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
@@ -1692,7 +1693,7 @@ def own_row(x, out, epoch, ch, N: tl.constexpr, DOES: tl.constexpr):
 
 @pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
 def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
-    """The first program notifies, so that the test ends under every schedule; on a GPU the end depends on which program
+    """The first program notifies, so the test ends under every schedule; on a GPU the end depends on which program
     starts first."""
 
     def main(world: weft.World, programs: int) -> None:
@@ -1775,7 +1776,7 @@ def test_a_thread_that_outlives_its_ranks_function_raises() -> None:
 
 
 def test_a_thread_raises_when_another_rank_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread receives the failed rank's error, and a rank that waits for the thread blocks no other rank."""
+    """The thread receives the error of the failed rank, and a rank that waits for the thread blocks no other rank."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     messages: list[str] = []
 
@@ -1824,8 +1825,8 @@ def test_a_traceback_hides_the_frames_of_the_emulator() -> None:
 
 
 def test_host_code_ends_by_calls_of_its_own_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 raises an error while the other ranks wait for it; the calls that they then make in `finally` do not wait
-    for an answer."""
+    """Rank 0 raises an error while the other ranks wait for it. The calls that these ranks then make in `finally` do
+    not wait for an answer."""
     monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
     ended = []
 

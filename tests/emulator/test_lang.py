@@ -1,5 +1,5 @@
-"""Tests for kernel authors: launches that agree on every rank, counted signals, errors that name the mistake, and scans
-in bf16."""
+"""Tests of guarantees for kernel authors: launches that agree on every rank, counted signals, errors that name the
+mistake, and scans in bf16."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.lang import stock
 
 @weft.jit
 def ring(ch, epoch, extra):
-    """Every rank notifies its neighbour once, plus `extra` times, and then waits."""
+    """Every rank notifies its neighbour once plus `extra` times, and then waits."""
     me = wl.rank_of(ch)
     for _ in range(1 + extra):
         wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
@@ -98,8 +98,7 @@ def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None
 
 @weft.jit
 def ask(ch, epoch, END: tl.constexpr):
-    """Rank 0 answers the other rank; either the last of its two programs does not end the call, or neither program
-    does."""
+    """Rank 0 answers the other rank. Either the last of its two programs omits `end_call`, or both programs do."""
     me, p = wl.rank_of(ch), tl.program_id(0)
     if p == 0:
         wl.peer_tile_notify(ch, 0, 1 - me, False)

@@ -1,5 +1,5 @@
-"""Every public function of Triton's language in the emulator either gives the results of numpy and torch, or is refused
-in a sentence that names it."""
+"""In the emulator, every public function of Triton's language either gives the results of numpy and torch, or is
+refused with an error that names it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return by_torch(lambda t: torch.softmax(t, 0), x)
 
 
-# For each function: statements, the last of which is an expression (of N elements, or one), and its value.
+# For each function: statements, the last of which is an expression (with N elements or one element), and its value.
 CASES: dict[str, tuple[str, Any]] = {
     "inline_asm_elementwise": (
         "tl.inline_asm_elementwise('add.s32 $0, $1, $1;', '=r, r', [(x * 10).to(tl.int32)], tl.int32, is_pure=True, pack=1)",
@@ -444,10 +444,10 @@ def value_of_8_bits(bits: int, exponent_bits: int, mantissa_bits: int) -> float:
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_cast_to_8_bits_is_that_of_the_hardware(source: torch.dtype, dtype: torch.dtype) -> None:
     """For all 16-bit numbers, the cast equals `cvt.rn.satfinite`, which rounds to the nearest number of the format,
-    ties to even. The test finds that number by a search."""
+    with ties to even. The test finds the nearest number by a search."""
     kind, exponent_bits, mantissa_bits, largest = FLOAT8[dtype]
     x = torch.from_numpy(ALL_16).view(torch.float16 if source == torch.float32 else source)
-    if source == torch.float32:  # numbers of 16 bits, and numbers beside and between them
+    if source == torch.float32:  # all 16-bit numbers, and numbers next to and between them
         x = (x.float() * 1.001).contiguous()
     wide = x.double().numpy()
     values = [value_of_8_bits(bits, exponent_bits, mantissa_bits) for bits in range(128)]
@@ -513,7 +513,8 @@ def test_every_function_is_run_or_refused() -> None:
 
 mp = mpmath.mp
 HALF = mp.mpf(0.5)
-# For each function: its value for real arguments, computed to 30 digits, and the ranges from which these are drawn.
+# For each function: its value for real arguments, computed to 30 digits, and the ranges from which the arguments are
+# drawn.
 REAL: dict[str, tuple[Callable[..., Any], tuple[tuple[float, float], ...]]] = {
     "sqrt": (mp.sqrt, ((0, 9),)),
     "rsqrt": (lambda x: 1 / mp.sqrt(x), ((0.1, 9),)),
@@ -570,7 +571,7 @@ REAL: dict[str, tuple[Callable[..., Any], tuple[tuple[float, float], ...]]] = {
     "fast_dividef": (lambda x, y: x / y, ((-9, 9), (0.1, 9))),
 }
 REAL |= {f"fast_{name}f": REAL[name] for name in ("sin", "cos", "tan", "exp", "exp10", "log", "log2", "log10", "pow")}
-# For each function: its value for numbers of the dtype itself, equal to the last bit.
+# For each function: its value for numbers of the dtype itself, which must be equal to the last bit.
 EXACT: dict[str, Callable[..., Any]] = {
     "abs": abs,
     "floor": np.floor,
@@ -617,7 +618,7 @@ def of_24_bits(x: int) -> int:
     return (unsigned(x, 24) ^ 1 << 23) - (1 << 23)
 
 
-# For each function: its value for integers of a number of bits, modulo their range.
+# For each function: its value for integers with a given number of bits, modulo their range.
 INTEGER: dict[str, Callable[..., int]] = {
     "abs": lambda bits, x: abs(x),
     "clz": lambda bits, x: bits - unsigned(x, bits).bit_length(),

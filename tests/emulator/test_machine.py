@@ -1,8 +1,8 @@
-"""The emulator's model of a GPU, rule by rule: which operations order two accesses, which effects others may see half
-done, when each task runs, and the results of Triton's language.
+"""The emulator's model of a GPU is tested rule by rule: which operations order two accesses, which effects other
+programs may observe half done, when each task runs, and the results of Triton's language.
 
-Each small program has a correct twin: a rule that is too weak finds no fault in the wrong program, and a rule that is
-too strong finds one in the correct twin.
+Each small program has a correct twin. A rule that is too weak finds no fault in the wrong program, and a rule that is
+too strong finds a fault in the correct twin.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft.lang.intrinsics import (
 from weft.lang.jit import jit
 
 SEEDS = range(8)  # two for each scheduling policy
-CLOCK, RANDOM, STARVE, BURST = range(4)  # a seed's remainder by four selects the policy
+CLOCK, RANDOM, STARVE, BURST = range(4)  # the seed modulo four selects the policy
 N = 16
 
 
@@ -56,8 +56,8 @@ def races(fn: Callable[[EmulatedBackend], Any], memory: str, ranks: int = 1, **o
 
 @jit
 def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexpr):
-    """Program 0 releases one part after the other; program 1 starts to wait when both parts have been released, and
-    reads both."""
+    """Program 0 releases one part after the other. Program 1 starts to wait after both releases, and reads both
+    parts."""
     offsets = tl.arange(0, N)
     if tl.program_id(0) == 0:
         for part in tl.static_range(2):
@@ -91,7 +91,7 @@ def test_a_wait_acquires_the_release_that_first_reached_its_target() -> None:
 
 @jit
 def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Two programs that nothing orders, each with one access."""
+    """Two programs make one access each, and no operation orders the two."""
     for program in tl.static_range(2):
         if tl.program_id(0) == program:
             if (FIRST, SECOND)[program] == "update":
@@ -108,8 +108,8 @@ def unordered_accesses(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
     "first_access, second_access", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
 )
 def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access: str, second_access: str) -> None:
-    """The order of the two accesses does not matter; they do not race if neither changes the word, or if both are
-    atomic."""
+    """The order of the two accesses does not matter. Two accesses do not race if neither changes the word, or if both
+    are atomic."""
 
     def fn(b: EmulatedBackend, first_access: str, second_access: str) -> None:
         args = dict(
@@ -128,8 +128,8 @@ def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first_access:
 
 
 def test_an_exchange_orders_the_accesses_before_and_after_it() -> None:
-    """Every rank reads every other rank's box: both the data of the last rank to arrive, and the data of the waiting
-    ranks."""
+    """Every rank reads every other rank's box, both the data of the last rank to arrive and the data of the ranks that
+    waited."""
 
     def fn(b: EmulatedBackend, exchange: bool) -> None:
         box, main = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), b.current_stream()
@@ -159,8 +159,8 @@ def release(data, flag, gate, N: tl.constexpr):
 
 
 def test_a_copy_engines_store_ends_a_release_sequence() -> None:
-    """A kernel increments the flag, then a copy engine that has not acquired it stores a higher number: a wait for
-    that number does not acquire from the kernel."""
+    """A kernel increments the flag, and then a copy engine that has not acquired this flag stores a higher number. A
+    wait for that number does not acquire from the kernel."""
 
     def fn(b: EmulatedBackend, target: int) -> None:
         data, out, flag, gate = (
@@ -200,8 +200,8 @@ def reset(flag):
 
 
 def test_a_counter_that_an_ordinary_store_resets_begins_anew() -> None:
-    """A wait of the second call acquires the second call's release, not the one that reached the number in the first
-    call."""
+    """A wait of the second call acquires the second call's release, not the release that reached the number in the
+    first call."""
 
     def fn(b: EmulatedBackend) -> None:
         data, out, flag = b.empty((N,), torch.float32), b.empty((N,), torch.float32), b.zeros((1,), torch.int32)
@@ -262,8 +262,8 @@ N_BULK = tl.constexpr(16)
 
 
 def test_a_kernels_end_settles_everything() -> None:
-    """The end completes bulk stores for which nothing waited, and relaxed atomics: the next work on the stream may read
-    their results."""
+    """The end of a kernel completes bulk stores for which no program waited, and relaxed atomics: the next work on the
+    stream may read their results."""
 
     def fn(b: EmulatedBackend) -> None:
         data, word, main = b.empty((N, N), torch.float32), b.zeros((1,), torch.int32), b.current_stream()
@@ -279,7 +279,7 @@ def test_a_kernels_end_settles_everything() -> None:
 
 @jit
 def pair(gate, flag, guard):
-    """Two programs share an SM: the first ends, the second waits for another kernel."""
+    """Two programs share an SM: the first program ends, and the second waits for another kernel."""
     if tl.program_id(0) == 0:
         tl.atomic_add(gate, 1, sem="relaxed", scope="gpu")
     else:
@@ -292,8 +292,8 @@ def raise_flag(flag):
 
 
 def test_an_sm_is_free_when_all_its_programs_have_ended() -> None:
-    """An SM is not free when only the first of its programs has ended: otherwise a program that waits for room would
-    run here, but not on a GPU."""
+    """An SM is not free when only the first of its programs has ended. Otherwise a program that waits for a free SM
+    would run in the emulator, but not on a GPU."""
 
     def fn(b: EmulatedBackend) -> None:
         gate, flag, side = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32), b.side_stream("late")
@@ -328,7 +328,7 @@ def poll(word, words, tries, guard, HOW: tl.constexpr, TRIES: tl.constexpr):
 
 @pytest.mark.parametrize("how", ["atomic", "volatile", "posted"])
 def test_a_program_that_polls_an_unchanging_word_sleeps(how: str) -> None:
-    """A lost signal is thus a deadlock, not an endless run."""
+    """A lost signal is thus a deadlock, not an infinite run."""
 
     def fn(b: EmulatedBackend) -> None:
         word, polled_words, tries = b.zeros((1,), torch.int32), b.zeros((4,), torch.int32), b.zeros((1,), torch.int32)
@@ -346,7 +346,7 @@ def test_a_program_that_polls_an_unchanging_word_sleeps(how: str) -> None:
 
 
 def test_a_copy_may_be_seen_half_done() -> None:
-    """A reader that has not waited for the copy may see a part of it."""
+    """A reader that has not waited for the copy may observe only part of it."""
 
     def fn(b: EmulatedBackend) -> float:
         x, y, seen = torch.ones(64), b.zeros((64,), torch.float32), b.empty((64,), torch.float32)
@@ -361,7 +361,7 @@ def test_a_copy_may_be_seen_half_done() -> None:
 
 @jit
 def post_rows(words, counts, ROWS: tl.constexpr, LOOKS: tl.constexpr):
-    """Program 0 stores 16 bytes to each row at once, and program 1 counts the words that it sees."""
+    """Program 0 stores 16 bytes to each row at once, and program 1 counts the new words that it reads."""
     if tl.program_id(0) == 0:
         one = tl.full((ROWS,), 1, tl.int32)
         post(words + 4 * tl.arange(0, ROWS), one, one, one, one, one > 0)
@@ -388,7 +388,7 @@ def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
 
 @jit
 def draw_tickets(ticket, owners, DRAWS: tl.constexpr):
-    """Record which program runs when: at every draw, a different program may be chosen."""
+    """Record the order in which programs run: at every draw, a different program may be chosen."""
     for _ in range(DRAWS):
         tl.store(owners + tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu"), tl.program_id(0))
 
@@ -404,18 +404,19 @@ def draw_order(seed: int, programs: int = 4, draws: int = 150, **options: Any) -
 
 
 def stays(order: list[int]) -> float:
-    """Return how often the running program continues."""
+    """Return how often the scheduler lets the running program continue."""
     return sum(a == b for a, b in zip(order, order[1:], strict=False)) / len(order)
 
 
 def longest_rest(order: list[int], programs: int = 4) -> int:
-    """Return the most turns that other programs have before a program continues."""
+    """Return the largest number of turns that other programs have before a program continues."""
     draws_by_program = [[i for i, who in enumerate(order) if who == p] for p in range(programs)]
     return max(b - a for draws in draws_by_program for a, b in zip([0, *draws], draws, strict=False))
 
 
 def test_ways_to_schedule() -> None:
-    """Schedules follow virtual time, are random, pause one program for long, or let one program run for long."""
+    """Schedules follow virtual time, are random, pause one program for a long time, or run one program for a long
+    time."""
     clock, mixed, starve, burst = (
         [draw_order(way + 4 * i) for i in range(4)] for way in (CLOCK, RANDOM, STARVE, BURST)
     )
@@ -427,13 +428,13 @@ def test_ways_to_schedule() -> None:
 
 @jit
 def add_up(x, TIMES: tl.constexpr):
-    """Add without atomics, which loses another program's addition between this program's load and store."""
+    """Add without atomics: a different program's addition between this program's load and store is lost."""
     for _ in range(TIMES):
         tl.store(x, tl.load(x) + 1)
 
 
 def test_programs_are_preempted_between_ordinary_accesses() -> None:
-    """Programs switch not only at atomics and waits."""
+    """The emulator switches programs not only at atomics and waits."""
 
     def fn(b: EmulatedBackend) -> int:
         x = b.zeros((1,), torch.int32)
@@ -451,7 +452,7 @@ def test_programs_are_preempted_between_ordinary_accesses() -> None:
 @pytest.mark.parametrize("call", ["all_gather", "reduce_scatter", "copy"])
 @pytest.mark.parametrize("wrong", ["rows", "columns", "dtype"])
 def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None:
-    """The emulator refuses a call with too little memory; NCCL would write past the end."""
+    """The emulator refuses a call with too little memory, in which NCCL would write past the end."""
 
     def fn(b: EmulatedBackend) -> None:
         small, large = (2, 3), (2, 3) if call == "copy" else (2 * b.size, 3)
@@ -472,7 +473,7 @@ def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None
 
 
 def test_collectives_need_dense_tensors_of_one_size() -> None:
-    """NCCL would read strided memory as dense, and wait forever for ranks with other sizes."""
+    """NCCL would read strided memory as dense memory, and would wait forever for ranks with different sizes."""
 
     def ragged(b: EmulatedBackend) -> None:
         b.all_reduce(torch.zeros(4 + b.rank), b.current_stream())
@@ -495,7 +496,7 @@ def test_collectives_need_dense_tensors_of_one_size() -> None:
 
 
 def test_parts_of_an_all_to_all_must_fit_where_they_go() -> None:
-    """A rank expects too few rows or too many."""
+    """A rank expects too few or too many rows."""
 
     def fn(b: EmulatedBackend, expected: int) -> None:
         parts = [torch.full((1 + to, 2), float(b.rank)) for to in range(b.size)]  # rank `to` receives to + 1 rows
@@ -521,7 +522,7 @@ def load_past_the_edge(desc, out, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_descriptor_pads_with_its_own_value(dtype: torch.dtype) -> None:
-    """A load returns NaN outside the tensor if the kernel asked for that."""
+    """A load outside the tensor returns NaN if the kernel requests that."""
 
     def fn(b: EmulatedBackend, padding: str) -> torch.Tensor:
         x, out = torch.ones(12, N, dtype=dtype)[:, :12], b.empty((N, N), torch.float32)
@@ -573,7 +574,7 @@ def sum_of_all(row, out, H: tl.constexpr):
 
 
 def test_a_multicast_window_ends_where_its_memory_does() -> None:
-    """A different rank's copy is next in memory: an address past the end would reach that copy."""
+    """The next memory belongs to a different rank's copy: an address past the end would reach that copy."""
 
     def fn(b: EmulatedBackend, past: bool) -> None:
         box = b.symmetric(2 * N, "box").view(0, (N,), torch.bfloat16)

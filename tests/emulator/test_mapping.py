@@ -1,4 +1,5 @@
-"""The mappings and tile orders as plain functions: every row has exactly one tile, one rank and one channel."""
+"""The mappings and tile orders are tested as plain functions: every row belongs to exactly one tile, one rank and one
+channel."""
 
 from __future__ import annotations
 
@@ -167,8 +168,8 @@ def test_grouped_tile_is_a_permutation(tiles_m: int, tiles_n: int, group: int) -
 def test_reduce_order_interleaves_owners_and_tickets_follow_it(
     world: int, tiles_m: int, tiles_n: int, groups: int
 ) -> None:
-    """In gemm_reduce's order, each owner's tiles follow the order of the tickets, and all owners' k-th tiles are
-    neighbours."""
+    """In gemm_reduce's order, each owner's tiles follow the order of the tickets, and the k-th tiles of all owners are
+    adjacent."""
     group = groups * world
     for me in range(world):
         by_owner: dict[int, list[tuple[int, int]]] = {r: [] for r in range(world)}

@@ -1,5 +1,5 @@
-"""The mutation engine finds every call of a small protocol and breaks exactly that call, and the emulator notices
-each break."""
+"""The mutation engine finds every call of a small protocol and breaks exactly that call, and the emulator reports each
+broken call."""
 
 from __future__ import annotations
 

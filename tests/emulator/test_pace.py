@@ -10,7 +10,7 @@ from weft import moe
 
 
 class Stop(Exception):
-    """An exception raised in place of the launch."""
+    """An exception that replaces the launch."""
 
 
 def notices(fn, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -24,7 +24,7 @@ def notices(fn, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytes
 
 
 def test_a_call_of_hours_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call has sizes as in a real layer."""
+    """The call has the sizes of a real layer."""
 
     def main(world: weft.World) -> None:
         x, w = (torch.empty(rows, 4096, dtype=torch.bfloat16) for rows in (8192 // world.size, 28672 // world.size))

@@ -1,6 +1,6 @@
-"""A new number of rows compiles nothing: Triton's key of a compiled kernel does not depend on it. The test records the
-launches on an emulated World, where nothing runs, and binds them as for an H200. The exceptions are listed: a constant
-that depends on the rows has few values, each for a reason.
+"""A new number of rows compiles nothing: Triton's key of a compiled kernel does not depend on the number of rows. The
+test records the launches on an emulated World, where no kernel runs, and binds them as for an H200. The exceptions are
+listed: a constant that depends on the rows has only a few values, each with a stated reason.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ for name, plan in {
 
 
 def key(launch: Launch) -> Hashable:
-    """Return the key of a compiled kernel; addresses are multiples of 16 bytes, as all addresses except a caller's
-    are."""
+    """Return the key of a compiled kernel. Addresses are multiples of 16 bytes, as all addresses are except a
+    caller's."""
     name, _, options, arguments, compile_options = specialised(launch)
     return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), compile_options
 

@@ -1,4 +1,5 @@
-"""Tests of Triton's versions: those that weft supports, the refusal of others, and the arguments of their launchers."""
+"""Tests of Triton's versions: the supported versions, the refusal of other versions, and the arguments of their
+launchers."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ def test_another_is_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> No
 
 
 def test_an_untried_triton_is_refused_before_private_names_are_read() -> None:
-    """A separate process runs this test: a newer Triton may lack any private name, such as its whole interpreter."""
+    """A separate process runs this test, because a newer Triton may lack any private name, such as its whole
+    interpreter."""
     script = f"""
 import sys, triton
 triton.__version__, sys.modules["triton.runtime.interpreter"] = "{NEWER}", None
@@ -225,7 +227,8 @@ def arguments() -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return the arguments as the launcher in C reads them, without hooks that call nothing and their arguments."""
+    """Return the arguments as the C launcher reads them, without hooks that call nothing and without the hooks'
+    arguments."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     if isinstance(value, tuple | list):
@@ -248,7 +251,7 @@ def test_a_repeated_launch_passes_the_arguments_that_triton_passes(recorded: Rec
 
 
 def test_a_repeated_launch_passes_current_addresses(recorded: RecordedDriver) -> None:
-    """The addresses come after a descriptor, which occupies several places; the next launch passes its own addresses
+    """The addresses follow a descriptor, which occupies several places; the next launch passes its own addresses
     again."""
     args = arguments()
     compiled = everything[(5,)](**args, **_triton.options({}))
@@ -275,7 +278,7 @@ def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> No
 
 
 def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) -> None:
-    """The tensors are passed by address, as Triton does itself."""
+    """The tensors are passed by address, as Triton passes them."""
     a, b, out = torch.ones(1), torch.ones(1), torch.zeros(1)
     args = dict(parts=(a, b), out=out)
     compiled = added[(1,)](**args, **_triton.options({}))
@@ -291,8 +294,8 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
 
 
 def test_a_repeated_launch_passes_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
-    """The launch passes the arguments that Triton itself would pass, for the new arguments and then again for the first
-    ones; an encoded descriptor is reused."""
+    """The launch passes the arguments that Triton would pass, for the new arguments and then again for the first
+    arguments; an encoded descriptor is reused."""
     first_args, second_args = arguments(), arguments()
     for args in (first_args, second_args):
         everything[(5,)](**args, **_triton.options({}))
@@ -313,7 +316,7 @@ def moved(value: Any) -> Any:
 
 @pytest.fixture
 def launched_here(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
-    """Return a launcher whose GPU is the recorded driver."""
+    """Return a launcher that uses the recorded driver in place of a GPU."""
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(Launcher, "load", lambda *_: True)
@@ -405,7 +408,7 @@ def test_launches_that_weft_leaves_to_triton(
 
 
 def test_hooks_of_the_compiler_do_not_see_weft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton would write constants as JSON for them, and fails at a dtype inside a tuple."""
+    """Triton would write constants to JSON for these arguments, and fails at a dtype inside a tuple."""
     compiled_kernels = []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **compiled: compiled_kernels.append(compiled)

@@ -1,5 +1,6 @@
-"""The parts of random calls (gpu_fuzz.py): the layers, experts and attention of all ranks of a World; and, for each op,
-the arguments of a call, the call itself, and the float32 reference of its results and gradients.
+"""The parts of random calls (gpu_fuzz.py). The module defines the layers, experts and attention of all ranks of a
+World. For each op, it defines the arguments of a call, the call itself, and the float32 reference of its results and
+gradients.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """`plan` is the plan's kind. With `parts`, calls are made in a World of some of the ranks, or in a second World of
-    all ranks."""
+    """`plan` is the plan's kind. With `parts`, calls run in a World of some of the ranks, or in a second World of all
+    ranks."""
 
     op: str
     plan: str
@@ -42,8 +43,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Call:
-    """`offset` is the start of the call's inputs in the pools. `late` is the rank that starts late, by `cycles`; -1
-    stands for no rank."""
+    """`offset` is the start of the call's inputs in the pools. `late` is the rank that starts late, by `cycles` clock
+    cycles; -1 means no rank."""
 
     offset: int
     stream: str
@@ -56,8 +57,8 @@ class Call:
 class Round:
     """`world` selects the World, and `rows` are the numbers of rows of all ranks. With `whole` the call also uses rare
     options: the gathered activation, a full residual, tiles in the plan's order, the limits of an MoE layer, or
-    dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of replays of a
-    graph of the calls, or 0 without a graph."""
+    dispatch and combine without the layer. `form` selects one of an op's forms. `replays` is the number of times a
+    graph of the calls is replayed, or 0 without a graph."""
 
     index: int
     kind: Kind
@@ -95,7 +96,8 @@ class Layer:
         self.residual, self.scale, self.shift = drawn(5, pool, n), 1 + 0.1 * drawn(6, n), drawn(7, n) if bias else None
         self.norm = "layer" if bias else "rms"
         self.wide_biases = biases.float() if bias else torch.zeros_like(biases, dtype=torch.float32)
-        # A result may deviate by the rounding of the result and of the partial sums, each half an eps of their size.
+        # A result may deviate by the rounding of the result and of the partial sums, each of which is half an eps of
+        # their size.
         self.bound = 8 * torch.finfo(dtype).eps
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ class Layer:
 
 
 class Experts:
-    """The experts of all ranks in a layer with H = K and I = N, two per rank. For every kind of routing, each token of
+    """The experts of all ranks in a layer with H = K and I = N, two per rank. For each kind of routing, every token of
     the pool has two routes."""
 
     K = 2
@@ -150,8 +152,8 @@ class Experts:
         return self.columns(self.world.size, 1, self.layer.n, (self.w13, self.w2))
 
     def columns(self, groups: int, tp_size: int, inner: int, whole: Tensors) -> Result:
-        """Return this rank's part of all experts' matrices. `tp_size` ranks share the same experts, and each has
-        `inner` columns of them."""
+        """Return this rank's part of all experts' matrices. `tp_size` ranks share the same experts, and each rank holds
+        `inner` columns of every expert."""
         group, part = divmod(self.world.rank, tp_size)
         local = len(whole[0]) // groups
         own_experts, cols = slice(group * local, (group + 1) * local), slice(part * inner, (part + 1) * inner)
@@ -192,7 +194,7 @@ class Heads:
         self.sinks = draw(seed + 14, 2 * self.kv, dtype=torch.float32).to(world.device)
 
     def shape(self, rows: tuple[int, ...], form: int) -> Shape:
-        """Return a shape. Rows that do not form a zigzag split are consecutive."""
+        """Return a shape. Rows that are not split in zigzag layout are consecutive."""
         options = self.FORMS[form % len(self.FORMS)]
         if "layout" in options and rows != tuple(weft.zigzag_rows(sum(rows), len(rows))):
             options = dict(causal=True)
@@ -201,7 +203,7 @@ class Heads:
 
 @functools.lru_cache(maxsize=256)
 def sees(shape: Shape, rank: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return which keys this rank's queries attend to, and the positions of every rank's keys."""
+    """Return the mask of the keys to which this rank's queries attend, and the positions of every rank's keys."""
     return shape.sees(rank).to(device), *(shape.positions(r).to(device) for r in range(len(shape.rows)))
 
 
@@ -227,9 +229,9 @@ class Part:
 
 
 def shapes(rng: random.Random, size: int, scale: Any) -> list[tuple[int, ...]]:
-    """Return the numbers of rows of every rank: none, a single row, one row per rank, whole tiles, all rows on one
-    rank, and random even, balanced and uneven numbers. Few sums are 1 or a multiple of 16, since Triton compiles
-    separately for these."""
+    """Return numbers of rows of every rank: no rows, a single row, one row per rank, whole tiles, all rows on one rank,
+    and random even, balanced and uneven numbers. Few sums are 1 or a multiple of 16, because Triton compiles separate
+    kernels for these."""
     one_row = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
     all_rows = [(0,) * size, one_row, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
     while len(all_rows) < scale.shapes:
@@ -252,7 +254,7 @@ class Calls:
     this rank's weights, which may require gradients too. run(inputs, weights, out) calls the op. `whole` are the
     weights of all ranks, and `own_gradients` extracts this rank's part of their gradients. expected(rank, inputs of all
     ranks, whole) returns a rank's results, all in float32. With `everywhere`, all ranks have the same results, which
-    count once."""
+    are counted once."""
 
     inputs_of: Callable[[int, int], Result]
     run: Callable[[Tensors, Tensors, torch.Tensor | None], Result]
@@ -291,7 +293,7 @@ def gather_calls(p: Part, r: Round) -> Calls:
 
 
 def reduce_calls(p: Part, r: Round) -> Calls:
-    """Return calls of a sum; some return tiles in a plan's order, which the residual add and the norm read."""
+    """Return calls of a sum. Some return tiles in a plan's order, which the residual add and the norm read."""
     world, layer, m, scatter = p.world, p.layers[r.layer], sum(r.rows), r.kind.op == SCATTER
     op: Any = getattr(weft, r.kind.op)
     given_rows = scatter and list(r.rows) != balanced_rows(m, world.size)
@@ -397,8 +399,8 @@ def routed(p: Part, r: Round) -> Callable[[int, int], Result]:
 
 
 def moe_calls(p: Part, r: Round) -> Calls:
-    """Return calls in which every rank's number of tokens is known or, with `whole`, unknown: the latter allow up to
-    the most tokens of any round, and have room for this round's rows."""
+    """Return calls in which every rank's number of tokens is known or, with `whole`, unknown. Calls with unknown
+    numbers allow up to the largest number of tokens of any round, and have space for this round's rows."""
     world, experts = p.world, p.experts[r.layer]
     limits: dict[str, Any] = dict(rows=r.rows)
     if r.whole:
@@ -442,7 +444,7 @@ def tensor_calls(p: Part, r: Round) -> Calls:
 
 
 def exchange_calls(p: Part, r: Round) -> Calls:
-    """Return calls of dispatch and combine whose experts multiply their rows, each by its own factor."""
+    """Return calls of dispatch and combine in which each expert multiplies its rows by a separate factor."""
     world, experts = p.world, p.experts[r.layer]
     own_experts = slice(2 * world.rank, 2 * world.rank + 2)
     options: dict[str, Any] = dict(layout="masked") if r.whole else dict(expert_alignment=(1, 16, 128)[r.form % 3])
@@ -500,12 +502,13 @@ TRAINED = (GATHER, SCATTER, ALL, MOE, TENSOR, EXCHANGE, ATTENTION)  # the operan
 
 
 class Checked:
-    """The calls of a round as they are made and compared: an op's calls and, with gradients, their backward passes."""
+    """The calls of a round in executable form: an op's calls and, with gradients, their backward passes, with the
+    comparisons."""
 
     def __init__(self, p: Part, r: Round) -> None:
         self.part, self.round, self.calls = p, r, CALLS[r.kind.op](p, r)
         self.layer = p.layers[r.layer]
-        self.bound = self.layer.bound * (1 + r.kind.gradients)  # the factors of a gradient's products were rounded too
+        self.bound = self.layer.bound * (1 + r.kind.gradients)  # the factors in a gradient's products were rounded too
 
     def inputs_of(self, offset: int) -> Result:
         return self.calls.inputs_of(self.part.world.rank, offset)
@@ -523,10 +526,10 @@ class Checked:
         return y.detach(), *(t if g is None else g for t, g in zip(map(torch.zeros_like, leaves), grads, strict=True))
 
     def error(self, actual: Tensors, expected: Tensors) -> torch.Tensor | None:
-        """Return the largest error of an element, relative to the element's size and its tensor's, divided by the
-        bound; NaN where an element is NaN; None if there is no element. If the terms of a gradient cancel, its error
-        comes from the rounding of those terms: for a routing weight the terms are products of rows, and for other
-        gradients they are about as large as the largest tensor, in float32."""
+        """Return the largest error of an element, relative to the sizes of the element and of its tensor, divided by
+        the bound. The result is NaN if an element is NaN, and None if there is no element. If the terms of a gradient
+        cancel, its error comes from the rounding of those terms. For a routing weight, the terms are products of rows;
+        for other gradients, they are about as large as the largest tensor, in float32."""
         sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in expected]
         least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(expected)
         if self.round.kind.gradients and self.round.kind.op in (MOE, TENSOR, EXCHANGE):

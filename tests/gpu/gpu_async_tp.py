@@ -1,5 +1,5 @@
-"""The GPU checks of torch's fused operators served by weft, which gpu_main.py runs: `checks` yields a name, a bound and
-a function for each. If weft served no call, the error of a check is infinite.
+"""The GPU checks of torch's fused operators that weft serves; gpu_main.py runs them. `checks` yields a name, a bound
+and a function for each. If weft served no call, a check's error is infinite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def judged(counts: AsyncTP, errors: list[float], served: int) -> float:
 
 
 def gathers(world: weft.World) -> float:
-    """Compare the gather of matrices and batches along their first and second dimension, with one weight and with
+    """Compare the gather of matrices and batches along their first and second dimensions, with one weight and with
     three, with torch's definition."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 

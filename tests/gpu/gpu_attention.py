@@ -1,6 +1,4 @@
-"""The GPU checks of gathered attention, which gpu_main.py runs: `checks` yields a name, a bound and a function for
-each.
-"""
+"""GPU checks of gathered attention; gpu_main.py runs them. `checks` yields a name, a bound and a function for each."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tests.emulated.cases import distance
 from tests.emulated.cases_attention import Inputs, Shape, attention_case, gradients_case
 from weft.plans import HeadParallel, Plan, Segmented
 
-BOUND = 8e-3  # 16-bit results: one pass has an error of about 3e-3, and a merge adds at most as much
+BOUND = 8e-3  # 16-bit results: one pass has an error of about 3e-3, and a merge adds no more than that
 GRADIENTS = 1.5e-2
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
@@ -67,8 +65,8 @@ def many_calls(world: weft.World, shape: Shape, plan: str | Plan, count: int) ->
 
 
 def long(world: weft.World, shape: Shape) -> float:
-    """Compare the plans, "auto" included, with each other at lengths where a reference with all scores would need too
-    much memory."""
+    """Compare the plans, including "auto", with each other at lengths for which a reference with all scores would need
+    too much memory."""
     case = Inputs(world, shape, 0)
     operands, options = case.local_qkv(), case.options()
     expected = weft.gathered_attention(*operands, **options, plan="sequential").float()
@@ -88,7 +86,7 @@ def batched(world: weft.World, shape: Shape) -> float:
 
 
 def with_other_ops(world: weft.World, shape: Shape) -> float:
-    """Alternate, without synchronising, with calls of an op that stages rows in the same memory."""
+    """Alternate, without synchronising, with calls of an op that stages rows in the same memory as attention."""
     x = torch.ones(512, 1024, device=world.device, dtype=torch.bfloat16)
     w = torch.full((256, 1024), 1 / 1024, device=world.device, dtype=torch.bfloat16)
     case = Inputs(world, shape, 0)

@@ -1,11 +1,12 @@
 """Ranks make different calls, each of which every rank has made before: torchrun --nproc-per-node 2 -m
 tests.gpu.gpu_disagree --out DIR
 
-Each plan whose kernels compare calls runs in a World of its own: calls of 64 and of 72 rows, then a call of 64 rows on
-the first rank and 72 on the others, eagerly and as replays of two graphs. Every rank raises Mismatch, long before a
-wait expires. Plans that use cuBLAS and NCCL do the same with `check=True`. In a fused plan whose channels belong to one
-call, waits expire, and the Timeout first names each rank's current call. The program prints a line for each case, exits
-with 1 if one fails, and writes DIR/stalled_disagree<N>-<RANK>.json.
+Each plan whose kernels compare calls runs in a separate World. All ranks make calls of 64 and of 72 rows. Then the
+first rank makes a call of 64 rows and the other ranks a call of 72 rows, eagerly and as replays of two graphs. Every
+rank raises Mismatch, long before a wait expires. Plans that use cuBLAS and NCCL are checked in the same way with
+`check=True`. In a fused plan whose channels belong to one call, waits expire, and the Timeout first names each rank's
+current call. The program prints a line for each case, exits with 1 if one fails, and writes
+DIR/stalled_disagree<N>-<RANK>.json.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The GPU checks of 8-bit operands, which gpu_main.py runs: `checks` yields a name, a bound and a function for each."""
+"""The GPU checks of 8-bit operands; gpu_main.py runs them. `checks` yields a name, a bound and a function for each."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def plans(op: str) -> dict[str, Plan]:
 
 
 def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
-    """Return the error of weft's kernel against float64, divided by that of torch's own kernel for the same operands;
-    the bound is 1.1."""
+    """Return the error of weft's kernel against float64, divided by the error of torch's own kernel for the same
+    operands; the bound is 1.1."""
     worst = 0.0
     for i, (m, n, k) in enumerate(((512, 1024, 4096), (2048, 2048, 1024), (77, 512, 8192))):
         x, w, xs, ws = factors(i * 10, m, n, k, scaling, world.device)
@@ -47,7 +47,7 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
         for plan in WIDE if fast else PROMOTED:
             own_error = distance(weft.matmul(*operands, plan=plan, use_fast_accum=fast, world=world).double(), expected)
             out = torch.empty(m, n, device=world.device, dtype=torch.bfloat16)
-            torch_scaling = "row" if m < 128 else scaling  # else cuBLAS splits K of few rows, and rounds less
+            torch_scaling = "row" if m < 128 else scaling  # otherwise cuBLAS splits K of few rows, and rounds less
             if torch_scaling != scaling:
                 xs, ws = xs.expand(m).contiguous(), ws.expand(n).contiguous()
             scaled = ScaledTensor(x, xs, torch_scaling), ScaledTensor(w, ws, torch_scaling)
@@ -63,8 +63,8 @@ def beside_torch(world: weft.World, scaling: str, fast: bool) -> float:
 
 
 def libraries(world: weft.World, scaling: str) -> float:
-    """Every installed library's product must equal that of weft's own kernel. A library that fails must raise an error,
-    and is not chosen."""
+    """The GEMM of every installed library must give the same result as weft's own kernel. If a library fails, it must
+    raise an error and is not chosen."""
     x, w, xs, ws = factors(1, 512, 1024, 2048, scaling, world.device)
     expected, errors = wanted(x, w, xs, ws, scaling), [0.0]
     for name, run in library_gemm.scaled_products(Scaling(scaling)).items():
@@ -105,7 +105,7 @@ def delays(world: weft.World, op: str, plan: Plan, scaling: str) -> float:
 
 
 def replay(world: weft.World, op: str, plan: Plan, scaling: str, replays: int = 30) -> float:
-    """A graph of a call whose x changes must give the bits of an eager call."""
+    """If x changes, a graph of a call must give the same bits as an eager call."""
     x, run = call_of(world, op, plan, scaling)
     others = [x.clone(), (-x.float()).to(x.dtype), x.flip(0).contiguous()]
     for _ in range(2):
@@ -124,7 +124,7 @@ def replay(world: weft.World, op: str, plan: Plan, scaling: str, replays: int = 
 
 
 def captured(world: weft.World) -> float:
-    """Capture weft.matmul and weft.quantize in one graph; a trial has chosen the product beforehand."""
+    """Capture weft.matmul and weft.quantize in one graph; an earlier trial has chosen the GEMM."""
     x, w, _, ws = factors(5, 300, 512, 1024, "row", world.device)
     x = x.bfloat16()
 

@@ -2,19 +2,20 @@
 
     torchrun --nproc-per-node N -m tests.gpu.gpu_fuzz --out DIR [--seconds S] [--calls C]
 
-A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). It
-also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for experts. The
-round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one rank late; or
-it captures them in a CUDA graph and replays the graph with new inputs. Only weft orders calls of one round on several
-streams; rounds run one after another, as different ops on two streams and ops of several Worlds must. The device
-compares results with a float32 reference, and the host reads the comparisons once in a while.
+A round draws a kind: an op, a plan, whether to compute gradients, and whether to use a second World (`World.split`). A
+round also draws every rank's number of rows, a layer (N, K, dtype, and whether it has a bias), and a routing for
+experts. The round makes a few such calls, each with different inputs, on a stream, with or without `out`, and with one
+rank late. Alternatively, the round captures the calls in a CUDA graph and replays the graph with new inputs. Within a
+round, only weft orders calls on several streams. Rounds run one after another, as required of different ops on two
+streams and of ops of several Worlds. The device compares results with a float32 reference, and the host reads the
+comparisons from time to time.
 
 The kinds with the fewest recorded calls on the same number of ranks (tests/gpu_record.json) are drawn most often. Every
 rank draws the same values from (seed, index of the round, kind), so `--seed S --only I --kind KIND` repeats round I
 alone. `--only I:J` repeats rounds I to J - 1, with the kinds that a run drew if `--record` names its fuzz<N>.json. A
 seed also fixes the plan, layer, rows and form of each kind, so that its kernels are compiled once; different seeds
-select different ones. A run compiles kind after kind before its first round, for at most half of its seconds, and draws
-only compiled kinds. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
+select different values. Before its first round, a run compiles one kind after the other for at most half of its
+seconds, and then draws only compiled kinds. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ from weft.plans import (
 OPS = tuple(CALLS)
 STREAMS = ("fuzz a", "fuzz b")
 BATCH = 200  # calls between two checks of the results
-ROUNDS_A_LOOK = 8  # rounds between two checks of the clock, for which all ranks meet on the host
-SPECIAL_SHAPES = 4  # the first shapes, for which Triton compiles special kernels (fuzz_calls.shapes)
-FIRST = -1  # the index of a round that compiles a kind
+ROUNDS_A_LOOK = 8  # rounds between two checks of the clock, for which all ranks synchronise on the host
+SPECIAL_SHAPES = 4  # the number of first shapes, for which Triton compiles special kernels (fuzz_calls.shapes)
+FIRST = -1  # the index of a round that only compiles a kind
 NAMED = 20  # the number of wrong calls that are printed
-EVEN = 100  # kinds with fewer recorded calls than this are drawn about equally often
+EVEN = 100  # kinds with fewer recorded calls than this number are drawn about equally often
 RECORD = Path(__file__).parents[1] / "gpu_record.json"
 REGISTERED = {TENSOR: "all_gather_grouped_matmul"}  # the registered name of the op that has the plans, if it differs
 TRAINED_BY = {MOE: ("sequential", "dispatched")}  # all plans of the other ops have gradients
@@ -82,8 +83,8 @@ TRAINED_BY = {MOE: ("sequential", "dispatched")}  # all plans of the other ops h
 
 @dataclass(frozen=True)
 class Scale:
-    """The ranges of the draw: (N, K) of layers, the most rows, the number of shapes, the rows of a tile, D of
-    attention's heads, and the rows of the pools from which inputs are cut."""
+    """The ranges of the draw: (N, K) of layers, the largest number of rows, the number of shapes, the rows of a tile,
+    attention's head dimension D, and the rows of the pools from which inputs are cut."""
 
     sizes: tuple[tuple[int, int], ...]
     most: int
@@ -98,8 +99,7 @@ SMALL = Scale(((64, 32), (40, 24)), 40, 7, 16, 16, 128)
 
 
 class Fuzz:
-    """The rounds of one seed on one World and on the Worlds into which it is split. `counts` are the recorded calls by
-    kind."""
+    """The rounds of one seed on one World and on Worlds split from it. `counts` are the recorded calls by kind."""
 
     def __init__(self, world: weft.World, seed: int, scale: Scale, counts: Mapping[str, int] | None = None) -> None:
         self.world, self.seed, self.scale = world, seed, scale
@@ -127,7 +127,7 @@ class Fuzz:
         return sorted(self.kinds, key=lambda kind: (self.counts.get(str(kind), 0), draw.random()))
 
     def compile(self, kind: Kind) -> None:
-        """Make a call of a kind, and replay a graph of it if the kind may be captured."""
+        """Make a call of each kind, and replay a graph of the call if the kind may be captured."""
         r = self.draw(FIRST, kind)
         self.run(replace(r, calls=r.calls[:1], replays=0))
         if self.replayable(r):
@@ -173,7 +173,7 @@ class Fuzz:
     def run(self, r: Round) -> int:
         """Enqueue a round, and return the number of its calls."""
         part = self.parts[r.world]
-        checked, before = Checked(part, r), len(self.pending)  # a layer's weights are made on the main stream
+        checked, before = Checked(part, r), len(self.pending)  # a layer's weights are created on the main stream
         self.join()
         if r.replays:
             self.graph(r, checked)
@@ -186,7 +186,7 @@ class Fuzz:
         return len(self.pending) - before
 
     def graph(self, r: Round, checked: Checked) -> None:
-        """Make the calls once eagerly, then capture them, and replay the graph with different inputs."""
+        """Make the calls once eagerly, capture them, and replay the graph with different inputs."""
         world = self.parts[r.world].world
         static = [tuple(t.clone() for t in checked.inputs_of(c.offset)) for c in r.calls]
         outs = [self.out(checked, checked.expected(c.offset), c) for c in r.calls]
@@ -206,7 +206,7 @@ class Fuzz:
                 self.compare(checked, actual, checked.expected(start))
 
     def join(self) -> None:
-        """Order all work on every stream before later work."""
+        """Order all work on all streams before later work."""
         main = self.world.current_stream()
         others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
         for stream in others:
@@ -246,8 +246,8 @@ class Fuzz:
 
 
 def worlds_of(world: weft.World) -> list[weft.World]:
-    """Return the World of all ranks, a second one, and, for an even number of ranks, Worlds of each half: neighbouring
-    ranks and alternate ranks."""
+    """Return the World of all ranks, a second World of all ranks and, for an even number of ranks, Worlds of each half:
+    neighbouring ranks and alternate ranks."""
     worlds = [world, world.split(0)]
     if world.size % 2 == 0:
         worlds.append(world.split(world.rank // (world.size // 2)))
@@ -266,8 +266,8 @@ def wait(world: weft.World, c: Call) -> None:
 
 
 def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
-    """Return fn's results, and a function that computes them again in the same memory: fn itself on a machine without
-    graphs."""
+    """Return fn's results, and a function that computes them again in the same memory. On a machine without graphs, the
+    returned function is fn itself."""
     if world.device.type == "cuda":
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -284,7 +284,7 @@ def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Re
 
 
 def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
-    """Return plans by kind, including "auto"; some kinds have several forms, one of which is drawn. Multicast needs an
+    """Return plans by kind, including "auto"; if a kind has several forms, one of them is drawn. Multicast needs an
     address that maps to all GPUs."""
     plans_by_kind: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:
@@ -313,9 +313,9 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
 
 @dataclass(frozen=True)
 class Rounds:
-    """With `only`, run these rounds and write nothing; otherwise run from round 0 until the number of calls or of
-    seconds is reached. `kind` is the kind of all rounds. If it is "", each round draws a kind according to `counts`,
-    the recorded calls, from the kinds in `compiled`, by default all."""
+    """With `only`, run these rounds and write nothing. Otherwise run from round 0 until the given number of calls or of
+    seconds is reached. `kind` is the kind of all rounds. If `kind` is "", each round draws a kind according to
+    `counts`, the recorded calls, from the kinds in `compiled`, by default from all kinds."""
 
     seconds: float = 1000
     calls: int = 1_000_000
@@ -331,7 +331,7 @@ def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = 
 
 
 class Run:
-    """The rounds of a seed from the first to the last, and the results that rank 0 writes about them."""
+    """The rounds of a seed from the first to the last, and their results, which rank 0 writes."""
 
     def __init__(self, world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale) -> None:
         self.world, self.out, self.rounds = world, out, rounds
@@ -346,7 +346,7 @@ class Run:
                                             failed=[], drawn_by=self.counts, compiling=0.0)  # fmt: skip
 
     def run(self) -> dict[str, Any]:
-        self.write("not finished")  # the results of a run that is killed
+        self.write("not finished")  # results that remain if the run is killed
         try:
             if self.rounds.compiled:
                 self.fuzz.kinds = [self.by_name[name] for name in self.rounds.compiled]
@@ -363,8 +363,8 @@ class Run:
         return self.results
 
     def compile(self) -> None:
-        """Call one kind after another, for at most half of the time. These calls are compared but not counted, and only
-        these kinds are drawn afterwards."""
+        """Call one kind after another, for at most half of the time. The calls are compared but not counted, and only
+        the called kinds are drawn afterwards."""
         self.index, chosen = FIRST, self.kind
         order = [chosen] if chosen else self.fuzz.order()
         compiled = []
@@ -397,7 +397,7 @@ class Run:
                 break
 
     def over(self, seconds: float) -> bool:
-        """Collectively return whether this many seconds have passed on some rank."""
+        """Collectively return whether this number of seconds has passed on any rank."""
         return max(self.world.exchange(time.time() - self.started)) > seconds
 
     def write(self, ended: str) -> None:
@@ -444,7 +444,7 @@ def compiled_in(path: Path) -> list[str]:
 
 
 def gpus_of(world: weft.World) -> int:
-    """Return how many GPUs the ranks have; emulated ranks and CPU processes count as one GPU each."""
+    """Return the number of GPUs that the ranks use; emulated ranks and CPU processes count as one GPU each."""
     if world.device.type != "cuda":
         return world.size
     return len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))

@@ -3,7 +3,7 @@
     WEFT_STOCK_TRITON=1 torchrun --nproc-per-node 2 -m tests.gpu.gpu_gsan [NAME ..]
 
 Every tensor comes from GSan's allocator, and symmetric memory from GSan's module instead of torch's. A race ends the
-process with a device-side assertion that names file and line. The program captures no graphs, since GSan's launcher
+process with a device-side assertion that names the file and line. The program captures no graphs, since GSan's launcher
 refuses them.
 """
 

@@ -1,6 +1,6 @@
-"""GPU checks of kernels that wait inside a pipelined loop, which tests/gpu/gpu_main.py runs among its own checks.
+"""GPU checks of kernels that wait inside a pipelined loop; tests/gpu/gpu_main.py runs them among its own checks.
 
-Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "guarded loads"
+To run them alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "guarded loads"
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tests.emulated.cases_guarded_loads import (
 
 SIZE, PARTS = 64, 8  # columns per block, and number of blocks
 CALLS = 40
-LONGEST = 40  # the delay of a part in atomics, each about a microsecond
+LONGEST = 40  # the delay of a part, in atomics of about a microsecond each
 TILE, STEPS = (128, 128, 64), 4
 
 
 def wrong_sums(world: weft.World, form: str, guard: bool, calls: int = CALLS) -> float:
-    """Return the number of calls with wrong sums while parts arrived with random delays. Without the guard this is no
-    check, since chance decides whether a call is wrong."""
+    """Return the number of calls with wrong sums while parts arrived with random delays. Without the guard this
+    function checks nothing, because chance decides whether a call is wrong."""
     rng = random.Random(world.rank)
     delays = [[rng.randrange(LONGEST) for _ in range(PARTS)] for _ in range(calls)]
     return float(count_wrong_sums(world, form, weft.jit(guard_loads=guard)(exchange_and_sum), SIZE, PARTS, delays))
 
 
 def product_error(world: weft.World, form: str) -> float:
-    """Return the number of wrong elements of a guarded GEMM of integers over several calls."""
+    """Return the number of wrong elements in a guarded GEMM of integers over several calls."""
     generator = torch.Generator().manual_seed(world.rank)
     a, b = (torch.randint(-2, 3, (512, 1024), generator=generator).bfloat16().to(world.device) for _ in range(2))
     expected, wrong = (a.double() @ b.double().t()).bfloat16(), 0
@@ -52,7 +52,7 @@ def product_error(world: weft.World, form: str) -> float:
 
 
 def chain_ends(world: weft.World, form: str) -> float:
-    """The tiles of a loop wait for one another: if Triton flattened the loop in its own way, its waits would expire."""
+    """The tiles of a loop wait for one another; if Triton flattened the loop on its own, the waits would expire."""
     chained(form, True)(world)
     return 0.0
 

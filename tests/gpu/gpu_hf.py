@@ -1,4 +1,4 @@
-"""Check `weft.hf` on GPUs against Transformers' own tensor parallelism of the same model in the same run."""
+"""Check `weft.hf` on GPUs against Transformers' own tensor parallelism for the same model in the same run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.emulated.cases import distance
 from weft import hf
 
 BF = torch.bfloat16
-BOUND = 3e-2  # the difference of the logits of two bf16 models that round at different places
+BOUND = 3e-2  # the difference between the logits of two bf16 models that round in different places
 SIZES = dict(
     vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16,
     num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023,
@@ -22,7 +22,7 @@ SIZES = dict(
 
 
 def unsplit(kind: str) -> Any:
-    """Return a model with the same random weights every time and on every rank."""
+    """Return a model whose random weights are the same every time and on every rank."""
     import transformers
 
     torch.manual_seed(5)
@@ -31,7 +31,7 @@ def unsplit(kind: str) -> Any:
 
 
 def loaded(world: weft.World, kind: str) -> Any:
-    """Return the model that Transformers has split over all ranks. If each rank drew its own weights, the parts would
+    """Return the model that Transformers has split over all ranks. If each rank drew separate weights, the shards would
     be equal, and two logits would be equal and largest everywhere."""
     from transformers.distributed import DistributedConfig
 
@@ -47,8 +47,8 @@ def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str) -> float:
-    """Run few tokens, whose residual every rank holds whole; many tokens, whose residual rows are split over ranks, in
-    one part and in two; and a prompt that is long enough for the faster attention."""
+    """Run three sizes: few tokens, whose whole residual every rank holds; many tokens, whose residual rows are split
+    over ranks, in one part and in two; and a prompt that is long enough for the faster attention."""
     model, worst = loaded(world, kind), 0.0
     for shape, two_parts in (((2, 5), None), ((3, 700), None), ((2, 5), 2), ((3, 700), 2), ((1, 2048), None)):
         ids = ids_of(world, *shape)
@@ -100,9 +100,9 @@ def graph(world: weft.World, two_parts: int | None) -> float:
 
 @torch.no_grad()
 def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
-    """Return the distance between a woven model whose parameters were overwritten, with its graph, and the same model
-    woven anew. The test writes experts' parameters as a collective does, which a pass would not notice, and packs them
-    again."""
+    """Return the distance between a woven model whose parameters were overwritten, together with its graph, and the
+    same model woven again. The test writes experts' parameters as a collective does, which a pass would not notice, and
+    then packs them again."""
     hf.weave(model, world)
     graph, logits = captured(model, ids, world)
     graph.replay()
@@ -122,7 +122,7 @@ def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
 
 @torch.no_grad()
 def drawn(world: weft.World) -> float:
-    """Return whether all ranks generate the same tokens, though each has its own generator."""
+    """Return whether all ranks generate the same tokens, although each rank has a separate generator."""
     torch.manual_seed(world.rank)
     ids = ids_of(world, 2, 17)
     wanted = dict(max_new_tokens=8, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(ids))
@@ -132,7 +132,8 @@ def drawn(world: weft.World) -> float:
 
 @torch.no_grad()
 def generate(world: weft.World, static: bool) -> float:
-    """Compare the tokens with those of Transformers alone, unless its two best logits are equal to rounding."""
+    """Compare the tokens with those that Transformers alone generates, unless its two best logits are equal up to
+    rounding."""
     model = loaded(world, "Qwen3")
     ids = ids_of(world, 2, 17)
     cache_options: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
@@ -151,8 +152,8 @@ def generate(world: weft.World, static: bool) -> float:
 
 @torch.no_grad()
 def forced(world: weft.World, kind: str, steps: int = 64) -> float:
-    """In many steps, each after the tokens that Transformers chooses on one GPU, the woven model must choose the same
-    next token as Transformers, unless the two best logits are within 4 ulps of bfloat16."""
+    """In many steps, each of which continues the tokens that Transformers chose on one GPU, the woven model must choose
+    the same next token as Transformers, unless the two best logits are within 4 ulps of bfloat16."""
     from transformers import DynamicCache
 
     whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)
@@ -170,7 +171,8 @@ def forced(world: weft.World, kind: str, steps: int = 64) -> float:
 
 
 def serve(world: weft.World, graph: bool) -> float:
-    """Continuous batching must give the same tokens as generate, unless the two best logits are equal to rounding."""
+    """Continuous batching must give the same tokens as generate, unless the two best logits are equal up to
+    rounding."""
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 
@@ -200,7 +202,7 @@ def serve(world: weft.World, graph: bool) -> float:
 
 @torch.no_grad()
 def styled(world: weft.World) -> float:
-    """Compare weft's styles for Transformers with Transformers' own."""
+    """Compare weft's styles for Transformers with Transformers' own styles."""
     ids, reference = ids_of(world, 2, 300), loaded(world, "Llama")
     with hf.styles() as styled_parts:
         model = loaded(world, "Llama")

@@ -43,7 +43,7 @@ def loaded(world: weft.World, kind: str) -> Any:
     cls = getattr(transformers, f"{kind}ForCausalLM")
     with_ep = dict(ep_size=world.size) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
     split = DistributedConfig(tp_size=world.size, **with_ep)
-    transformers.logging.set_verbosity_error()  # an empty checkpoint lacks only this
+    transformers.logging.set_verbosity_error()  # an empty checkpoint lacks only this parameter
     transformers.logging.disable_progress_bar()
     model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
     return model.to(world.device).eval()
@@ -51,7 +51,7 @@ def loaded(world: weft.World, kind: str) -> Any:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
-    """Run few tokens, which all ranks have, and many tokens, unevenly sharded or in two parts. Compare each token's
+    """Run few tokens, which all ranks hold, and many tokens, sharded unevenly or in two parts. Compare each token's
     logits with those of the original model for the experts that the woven model used, and check that rounding explains
     the choice of experts."""
     model, worst = loaded(world, kind), 0.0
@@ -80,9 +80,9 @@ def eager_plans() -> Iterator[None]:
 @torch.no_grad()
 def graph(world: weft.World, two_parts: int | None = None) -> float:
     """Return the distance between a CUDA graph's replays, each with different tokens, and Transformers' own model with
-    the graph's routes, and check that rounding explains these routes. Plans of graphs and of eager calls round in
-    different places, which may decide a router's near-tie. A graph that reads stale memory gives logits that are far
-    off, or routes that nothing explains."""
+    the graph's routes, and check that rounding explains these routes. Plans in graphs and in eager calls round in
+    different places, which may decide between nearly equal scores of a router. A graph that reads stale memory gives
+    logits that are far off, or routes that rounding does not explain."""
     model, ids = hf.weave(loaded(world, "Qwen3Moe"), world, two_parts=two_parts), ids_of(world, 1, 1027)
     with routed(model) as calls:
         replay, logits = captured(model, ids, world)  # two eager passes and the capture
@@ -102,8 +102,8 @@ def graph(world: weft.World, two_parts: int | None = None) -> float:
 
 
 def graph_by_eager_plans(world: weft.World) -> float:
-    """Return the distance between a graph with the plans of eager calls and eager calls; it is 0, since a plan gives
-    the same bits every time."""
+    """Return the distance between a graph and eager calls, both with the plans of eager calls; the distance is 0,
+    because a plan gives the same bits every time."""
     with eager_plans():
         return replayed(hf.weave(loaded(world, "Qwen3Moe"), world), ids_of(world, 1, 1027), world)
 

@@ -1,9 +1,9 @@
 """Follow one row through random batches of a batch-invariant World: torchrun --nproc-per-node N -m
 tests.gpu.gpu_invariant [CALLS]
 
-Each call of an op has a new number of rows, a new place for the row, new rows around it, and one of the batch-invariant
-plans; every tenth call runs as a CUDA graph. The program prints a line for each op, and exits with 1 if the row's bits
-ever differed.
+Each call of an op has a different number of rows, a different position of the row, different rows around it, and one of
+the batch-invariant plans; every tenth call runs as a CUDA graph. The program prints a line for each op, and exits with
+1 if the row's bits ever differed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def follow(world: weft.World, op: str, calls: int, most_rows: int, n: int, k: in
     """Return the number of calls, the same on all ranks, in which the row's bits differed from those of the first
     call."""
     rng, device = random.Random(op), world.device
-    shared = op == "all_gather_matmul"  # the op whose whole x is the same on all ranks
+    shared = op == "all_gather_matmul"  # the op whose x is the same on all ranks
     generator = torch.Generator(device).manual_seed(0 if shared else world.rank)
     draw = partial(torch.randn, device=device, generator=generator)
     row, w = draw(k).bfloat16(), draw(n, k).bfloat16()

@@ -1,7 +1,7 @@
 """Kill a rank: python -m tests.gpu.gpu_killed [--ranks N]
 
-N plain processes run without a launcher that would end the others. The last one kills itself instead of joining an op;
-each of the others must raise a weft.Timeout that names the op and that rank, and must end by itself.
+N plain processes run without a launcher that would end the others. The last process kills itself instead of joining an
+op. Each of the other processes must raise a weft.Timeout that names the op and that rank, and must end by itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-BOUND, GRACE = 5, 120  # seconds: the bound of every wait; the time to start, compile and end
+BOUND, GRACE = 5, 120  # seconds: the bound of every wait; the time in which to start, compile and end
 
 
 def rank_main() -> int:
@@ -28,7 +28,7 @@ def rank_main() -> int:
     world.synchronize()
     world.exchange("ready")
     if world.rank == world.size - 1:
-        time.sleep(1)  # by then the other ranks wait on the GPU
+        time.sleep(1)  # by then the other ranks are waiting on the GPU
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.time()
     try:
@@ -36,7 +36,7 @@ def rank_main() -> int:
         world.synchronize()
     except weft.Timeout as e:
         print(f"{time.time() - start:.1f} s: {e}", flush=True)
-        os._exit(0)  # no peer is left for the World's farewell
+        os._exit(0)  # no peer is left to take part in closing the World
     print("no Timeout", flush=True)
     os._exit(1)
 

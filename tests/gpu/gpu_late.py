@@ -1,9 +1,9 @@
-"""A rank is late, and makes a different call: torchrun --nproc-per-node 2 -m tests.gpu.gpu_late
+"""A rank is late and makes a different call: torchrun --nproc-per-node 2 -m tests.gpu.gpu_late
 
-With a plan that uses cuBLAS and NCCL, both ranks raise Mismatch before anything runs, and the World still works. With a
-fused plan, the early rank has already launched. Both ranks raise Mismatch, the early one at its next check, long before
-its kernel's waits expire, and every later use of the World raises an error. The program prints a line for each case,
-and exits with 1 if one fails.
+With a plan that uses cuBLAS and NCCL, both ranks raise Mismatch before any work runs, and the World still works. With a
+fused plan, the early rank has already launched. Both ranks raise Mismatch. The early rank raises it at its next check,
+long before its kernel's waits expire, and every later use of the World raises an error. The program prints a line for
+each case, and exits with 1 if one fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def usable(world: weft.World) -> bool:
 
 
 def mismatch(world: weft.World, plan: str) -> tuple[bool, float]:
-    """Return whether this rank raised Mismatch and left the World in the right state, and the seconds until then."""
+    """Return whether this rank raised Mismatch and its World ended in the right state, and the time in seconds until
+    then."""
     x, w = (torch.randn(128, 256, device=world.device, dtype=torch.bfloat16) for _ in range(2))
     weft.all_gather_matmul(x, w, world=world, plan=plan)
     world.synchronize()

@@ -1,5 +1,5 @@
-"""Check on GPUs the state kept between launches: arguments whose addresses change, and memory that must not be
-allocated in the pools of CUDA graphs.
+"""Check on GPUs the state that weft keeps between launches: arguments whose addresses change, and memory that must not
+be allocated in the pools of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def variants(world: weft.World) -> int:
 
 
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
-    """Make calls of one size, each with tensors at new addresses and with new values, while earlier tensors are alive:
-    every result must belong to its own call, and weft may prepare no launch after the first calls. The same must hold
-    on a side stream and in a graph."""
+    """Make calls of one size, each with tensors at new addresses and with new values, while earlier tensors are alive.
+    Every result must belong to its own call, and weft must prepare no further launch after the first calls. The same
+    must hold on a side stream and in a graph."""
     held, results = [], []
     for i in range(CALLS):
         held.append(make(i))
@@ -78,7 +78,8 @@ def drawn(world: weft.World, seed: int, *shapes: tuple[int, ...], dtype: torch.d
 
 
 def norm_moving(world: weft.World, plan: Plan, m: int, weights: torch.dtype) -> float:
-    """Check moving operands of a norm: x differs between ranks, and the operands that must agree do not."""
+    """Check the operands of a norm when their addresses change: x differs between ranks, and the operands that must
+    agree do not."""
 
     def make(i: int) -> Tensors:
         return *drawn(world, 100 + i + 50 * world.rank, (m, 1024)), *drawn(world, i, (m, 1024), (1024,))
@@ -105,8 +106,8 @@ def gathered(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def pools(world: weft.World, plan: Plan) -> float:
-    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do: weft's memory for a size
-    must not be memory that a replay of an earlier graph writes."""
+    """Capture several graphs in one memory pool, each warmed up in that pool, as engines do. weft's memory for a size
+    must not be memory to which a replay of an earlier graph writes."""
     stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
     captured: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
     for m in (56, 88, 24):
@@ -137,7 +138,7 @@ def pools(world: weft.World, plan: Plan) -> float:
 
 @torch.no_grad()
 def flat(world: weft.World, call: Callable[[], object]) -> float:
-    """Return the growth of GPU memory in MiB over 50 eager calls after the first ones; each call has its own
+    """Return the growth of GPU memory in MiB over 50 eager calls after the first calls; each call has separate
     tensors."""
     for _ in range(4):
         call()
@@ -150,7 +151,7 @@ def flat(world: weft.World, call: Callable[[], object]) -> float:
 
 
 def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Return calls of every op by each of its plans, with new operand tensors in each call."""
+    """Return calls of every op with each of its plans, and with new operand tensors in each call."""
     size, dev, bf = world.size, world.device, torch.bfloat16
 
     def new(*shape: int) -> torch.Tensor:
@@ -190,13 +191,14 @@ def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]
     yield "gathered_attention, segmented", attention
 
 
-ASLEEP = 400_000_000  # the clocks for which the GPU is kept busy, a fifth of a second
+ASLEEP = 400_000_000  # the clock cycles for which the GPU is kept busy, a fifth of a second
 
 
 @torch.no_grad()
 def first_call_of_a_size(world: weft.World, kind: str) -> float:
-    """Return the error of the first call of a size, which the host enqueues on a busy stream without waiting, and of
-    the same call on a second stream, which uses the first call's tables. torch raises an error if the host waits."""
+    """Return the error of the first call of a size, which the host enqueues on a busy stream without waiting, and the
+    error of the same call on a second stream, which uses the first call's tables. torch raises an error if the host
+    waits."""
     gather = kind in ("fused", "one_shot")
     op = weft.all_gather_matmul if gather else weft.matmul_reduce_scatter
     weight = draw(9, 256, 512).to(world.device)

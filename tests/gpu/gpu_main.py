@@ -1,11 +1,12 @@
-"""Run every GPU check of one world: torchrun --nproc-per-node N -m tests.gpu.gpu_main [--out DIR] [--seconds S] [--only
-NAMES]
+"""Run every GPU check for one number of ranks: torchrun --nproc-per-node N -m tests.gpu.gpu_main [--out DIR] [--seconds
+S] [--only NAMES]
 
-With WEFT_SHARE_GPU=1, more ranks than GPUs share them. For every check, rank 0 writes a row to DIR/rows.jsonl
-(gpu_queue.py): the largest error over ranks, the bound and whether the check passed. Checks that tests/gpu_record.json
-lists as passed with this version of weft are not run again. After a failed check the ranks continue with a new World,
-since the old World's counters may disagree from then on; if they cannot, the run ends. With `--stalled-peer OP` the
-last rank never joins the op, and the others must raise weft.Timeout within its bound. gpu/run.sh starts these runs.
+With WEFT_SHARE_GPU=1, ranks share GPUs if there are more ranks than GPUs. For every check, rank 0 writes a row to
+DIR/rows.jsonl (gpu_queue.py): the largest error over ranks, the bound and whether the check passed. Checks that
+tests/gpu_record.json lists as passed with this version of weft are not run again. After a failed check the ranks
+continue with a new World, since the old World's counters may disagree from then on; if they cannot, the run ends. With
+`--stalled-peer OP` the last rank never joins the op, and the other ranks must raise weft.Timeout within its bound.
+gpu/run.sh starts these runs.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ from weft.timing import cuda_clock
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-SECOND = {  # fused plans other than the default: a copy engine pulls, or other numbers of programs do
+SECOND = {  # fused plans other than the default: a copy engine pulls, or a different number of programs pulls
     GATHER: FusedGatherByCopies(),
     SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2),
     ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
@@ -113,7 +114,7 @@ def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
 
 
 def delays(world: weft.World, op: str, plan: Plan) -> float:
-    """Random ranks start late, by up to some hundred microseconds, in every call: the bits must be the same every
+    """Random ranks start late in every call, by up to several hundred microseconds; the bits must be the same every
     time."""
     rng = random.Random(100 + world.rank)
     x, w = operands(world, op, 1024, 512, 256)
@@ -129,8 +130,8 @@ def delays(world: weft.World, op: str, plan: Plan) -> float:
 
 
 def many_calls(world: weft.World, calls: int) -> float:
-    """Make back-to-back calls of all ops and plans without a synchronisation, and compare every result with the
-    first."""
+    """Make back-to-back calls of all ops and plans without synchronisation, and compare every result with the first
+    one."""
     todo: list[tuple[Callable[[], torch.Tensor], torch.Tensor]] = []
     for op in (GATHER, SCATTER, ALL):
         for m in (512, 1000):
@@ -169,7 +170,7 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
 
 
 def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
-    """Check that plan="auto" on a Hopper GPU without a table and a profile runs one trial of all candidates, and gives
+    """Check that plan="auto", on a Hopper GPU without a table and a profile, runs one trial of all candidates and gives
     right results."""
     with (
         mock.patch("weft.planner.auto.exact", return_value=None),
@@ -185,7 +186,7 @@ def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
 
 def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
     """Check that plan="auto" gives right results for an op whose plans are timed at the first call (unless ranks share
-    a GPU), and that all ranks time the same plans and choose the same one."""
+    a GPU), and that all ranks time the same plans and choose the same plan."""
     before = {*world.choices.trials}
     with mock.patch.object(world.choices, "clock", cuda_clock), mock.patch.object(world.backend, "clock", cuda_clock):
         error = case()
@@ -198,8 +199,8 @@ def timed(world: weft.World, op: str, case: Callable[[], float]) -> float:
 
 
 def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
-    """Check that plan="auto" with quack runs one trial, the same on every rank, and gives right results, eagerly and in
-    a graph."""
+    """Check that plan="auto" with quack runs one trial, which is the same on every rank, and gives right results,
+    eagerly and in a graph."""
     x, w = operands(world, GATHER, m, n, k)
     expected, auto = (
         weft.all_gather_matmul(x, w, world=world, plan="sequential"),
@@ -226,7 +227,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Make calls on three streams of one rank, which share one workspace."""
+    """Make calls on three streams of one rank, which share a workspace."""
     x, w = operands(world, SCATTER, 1024, 512, 256)
     x2, w2 = operands(world, GATHER, 1024, 512, 256)
     expected = (
@@ -260,7 +261,7 @@ def cold_capture(world: weft.World) -> float:
 
 
 def far_rows(world: weft.World) -> float:
-    """Use arenas in both halves with more rows than 24 bits can count."""
+    """Use both halves of arenas with more rows than 24 bits can count."""
     m, wide, worst = 1 << 16, 66 * 256, 0.0
     for op, n, k in ((SCATTER, wide, 64), (GATHER, 64, wide)):
         torch.manual_seed(world.rank)
@@ -301,8 +302,8 @@ def groups_by_libraries(world: weft.World) -> float:
 
 
 def shared_tiles(world: weft.World, replays: int) -> float:
-    """Run weft's own GEMM with its last tiles in two to six parts, where helpers compute one to three tiles; the bits
-    must be the same every time."""
+    """Run weft's own GEMM with its last tiles split into two to six parts and with helpers that compute one to three
+    tiles. The bits must be the same every time."""
     worst = 0.0
     for i, (m, n, k, programs, gated) in enumerate(
         [
@@ -454,7 +455,7 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
 
 @contextmanager
 def launched() -> Iterator[dict[str, str]]:
-    """Return the parts of weft whose kernels are launched in this block, with the names of their code."""
+    """Return the parts of weft whose kernels this block launches, with the names of their code."""
     parts: dict[str, str] = {}
     launch, prepared = GpuBackend.launch, weft.Launch.__call__
 
@@ -501,9 +502,9 @@ def run(
     gpus: int = 1,
     checks_of: Callable[[weft.World], Iterator[tuple[str, float, Callable[[], float]]]] | None = None,
 ) -> bool:
-    """Run checks from the queue until it is empty or the time is up; write each outcome as a line of JSON to `rows`.
-    Return whether the ranks could synchronise after every check. `again` creates a new World after a failed check,
-    since the old World's counters may disagree. `checks_of` returns the checks, by default this file's."""
+    """Run checks from the queue until it is empty or the time is up, and write each outcome as a line of JSON to
+    `rows`. Return whether the ranks could synchronise after every check. `again` creates a new World after a failed
+    check, since the old World's counters may disagree. `checks_of` returns the checks, by default this file's."""
     start, who = time.time(), rows.stem
     todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
     while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
@@ -602,7 +603,7 @@ def main() -> None:
     else:
         gpus = len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
         queue = Queue(a.queue or a.out / f"queue-{a.name}.json")
-        names = todo_of(world, gpus, a.only, a.without)  # on every rank, as this may be collective
+        names = todo_of(world, gpus, a.only, a.without)  # on every rank, because this call may be collective
         if world.rank == 0:
             if a.queue is None:
                 queue.path.unlink(missing_ok=True)
@@ -610,7 +611,7 @@ def main() -> None:
         ok = run(world, a.out / f"{a.name}.jsonl", queue, a.seconds, gpus=gpus)
     sys.stdout.flush()
     if a.stalled_peer or not ok:
-        os._exit(0 if ok else 1)  # a stalled peer does not take part in the farewell
+        os._exit(0 if ok else 1)  # a stalled peer does not take part in closing the World
     dist.destroy_process_group()
 
 

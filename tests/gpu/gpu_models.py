@@ -1,6 +1,6 @@
-"""Run the decoder's GPU checks alone: torchrun --nproc-per-node N -m tests.gpu.gpu_models [TEXT]
+"""Run only the decoder's GPU checks: torchrun --nproc-per-node N -m tests.gpu.gpu_models [TEXT]
 
-With TEXT, only checks whose names contain it run. A check that fails is reported, and the others continue.
+With TEXT, only checks whose names contain it run. A check that fails is reported, and the other checks continue.
 """
 
 from __future__ import annotations

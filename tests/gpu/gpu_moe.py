@@ -1,4 +1,4 @@
-"""The GPU checks of the MoE layer, which gpu_main.py runs: `checks` yields a name, a bound and a function for each."""
+"""The GPU checks of the MoE layer; gpu_main.py runs them. `checks` yields a name, a bound and a function for each."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def two_layers(world: weft.World) -> float:
-    """Alternate layers of different sizes, which share memory, without synchronising between them."""
+    """Alternate, without synchronisation, between layers of different sizes that share memory."""
     layers = [Layer(200, 8, 2, 256, 512, BF), Layer(64, 16, 4, 1024, 128, BF, "gelu")]
     models = [Model(world, layer, False, 10 * i) for i, layer in enumerate(layers)]
     kept = []
@@ -116,8 +116,8 @@ def gate_case(world: weft.World) -> float:
 
 
 def over_groups(world: weft.World) -> float:
-    """Alternate calls over pairs of ranks, each pair with all experts, and calls over all ranks. With 2 ranks the pair
-    is a separate World, too."""
+    """Alternate between calls over pairs of ranks, each of which holds all experts, and calls over all ranks. With 2
+    ranks, the pair is a separate World too."""
     pair = world.split(world.rank // 2)
     layer = Layer(200, 8, 2, 256, 128, BF)
     models, kept = [Model(w, layer, False) for w in (pair, world)], []
@@ -131,8 +131,8 @@ def over_groups(world: weft.World) -> float:
 
 
 def of_any_length(world: weft.World, plan: str) -> float:
-    """Make calls that all have one max_tokens: no rank knows the other ranks' numbers of tokens, and none allocates
-    memory after the first call."""
+    """Make calls that all have the same max_tokens: no rank knows the other ranks' numbers of tokens, and no rank
+    allocates memory after the first call."""
     layer = Layer(300, 8 * world.size, 4, 256, 128, BF)
     model, kept, sizes = Model(world, layer, False), [], set()
     for call, tokens in enumerate((300, 0, 7, 299, 1, 128)):
@@ -146,9 +146,9 @@ def of_any_length(world: weft.World, plan: str) -> float:
 
 
 def left_out(world: weft.World) -> float:
-    """In a graph, route all tokens of all ranks to rank 0's second expert, for which the rank has room for 128 rows and
-    one tile. The drops raise one error, and the order of source ranks determines the dropped routes. A call without
-    drops follows."""
+    """In a graph, route all tokens of all ranks to rank 0's second expert, for which the rank has space for 128 rows
+    and one tile. The dropped routes cause one error, and the order of source ranks determines the routes that are
+    dropped. A call without drops follows."""
     layer = Layer(800, 4 * world.size, 1, 256, 128, BF)
     model, received = Model(world, layer, False), torch.zeros(4, dtype=torch.int32, device=world.device)
     x, ids, weights = routed(world, layer, 800, 0)
@@ -192,8 +192,8 @@ def left_out(world: weft.World) -> float:
 
 
 def before_the_experts(world: weft.World) -> float:
-    """Run router, limit and replicas in a graph; the bits must equal those of eager calls, and the counts must have the
-    right sum."""
+    """Run the router, the limit and the replicas in a graph. The bits must equal those of eager calls, and the counts
+    must have the right sum."""
     e = 4 * world.size
     table = torch.arange(2 * e, dtype=torch.int32).view(2, e).t().contiguous()  # two replicas of each expert
     layer = moe.MoE(

@@ -27,7 +27,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 def scaled(world: weft.World, layer: Layer, rows: torch.Tensor, handle: moe.Handle) -> torch.Tensor:
-    """Return rows times 2^(expert mod 5), as the cases' experts compute them, without the host."""
+    """Return rows times 2^(expert mod 5), as the cases' experts compute them, without using the host."""
     flat, local = rows.view(-1, rows.shape[-1]), layer.experts // world.size
     row = torch.arange(flat.shape[0], device=rows.device, dtype=torch.int32)
     expert = torch.searchsorted(handle.offsets[1:], row, right=True).clamp(max=local - 1)
@@ -63,8 +63,8 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
 
 
 def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
-    """Compare with a layer whose experts scale their rows by the same factors: its matrices are multiples of the
-    identity, and for large x the GELU of x is x."""
+    """Compare with a layer whose experts scale their rows by the same factors: the experts' matrices are multiples of
+    the identity, and for large x the GELU of x is x."""
     layer = Layer(200, 4 * world.size, 4, 256, 256, BF, "gelu")
     x, ids, weights = routed(world, layer, 200, 3)
     x = (x.abs() + 16).to(BF)
@@ -163,8 +163,8 @@ def grouped_gemm(world: weft.World, alignment: int) -> float:
 
 
 def dropped(world: weft.World) -> float:
-    """Send all routes to one expert on rank 0, which drops the routes past max_m. The drops are reported once, on rank
-    0 and on the ranks of the dropped tokens, after these ranks' sums."""
+    """Send all routes to one expert on rank 0, which drops the routes after the first max_m. The dropped routes are
+    reported once, on rank 0 and on the ranks of the dropped tokens, after the sums of these ranks."""
     layer = Layer(64, world.size, 1, 256, 8, BF)
     x, ids, weights = routed(world, layer, 64, 0)
     rows, handle = moe.dispatch(x, ids.zero_(), weights, experts=layer.experts, world=world, layout="masked", max_m=40)
@@ -186,8 +186,8 @@ def experts(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def compiled(world: weft.World, options: dict[str, Any]) -> float:
-    """Compare two microbatches in flight, with gradients, in eager mode and in one graph by Inductor, with successive
-    calls."""
+    """Compare two pending microbatches with successive calls, with gradients, in eager mode and in one graph compiled
+    by Inductor."""
     layer, (w1, w2) = Layer(256, 4 * world.size, 4, 512, 8, BF), experts(world)
     inputs, errors = routed(world, layer, 256, 0), []
     expected = trained(world, one_by_one, inputs, w1, w2, **options)

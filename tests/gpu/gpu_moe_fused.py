@@ -1,4 +1,4 @@
-"""The GPU checks of the MoE layer's plans for a single launch and for few tokens, which gpu_main.py runs: `checks`
+"""The GPU checks of the MoE layer's plans for a single launch and for few tokens; gpu_main.py runs them. `checks`
 yields a name, a bound and a function for each.
 """
 
@@ -48,8 +48,8 @@ def bits_of_dispatched(world: weft.World, plan: Plan, count: int) -> float:
 
 
 def few_among_others(world: weft.World, count: int) -> float:
-    """Alternate calls of few tokens, with random late ranks, with calls of larger layers by the other plans: the bits
-    must be the same every time."""
+    """Alternate between calls with few tokens, with random late ranks, and calls of larger layers by the other plans:
+    the bits must be the same every time."""
     plans: list[str | Plan] = ["low_latency", "fused", "dispatched"]
     layers = [Layer(tokens, 16, 4, hidden, 256, BF) for tokens, hidden in ((17, 512), (300, 512), (90, 1024))]
     models = [Model(world, layer, False, 10 * i) for i, layer in enumerate(layers)]

@@ -1,5 +1,5 @@
-"""The GPU checks of an MoE layer whose single launch includes the router, which gpu_moe_fused.py yields with its own
-checks. Logits are exact (tests/emulated/cases_moe_fused_router.py), so routes must be equal to the bit.
+"""The GPU checks of an MoE layer whose single launch includes the router; gpu_moe_fused.py yields them with its own
+checks. Logits are exact (tests/emulated/cases_moe_fused_router.py), so routes must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def sizes_of(size: int, **changes: object) -> RoutedLayer:
 
 
 def routes_and_results(world: weft.World, sizes: RoutedLayer, plan: FusedMoe) -> float:
-    """Make calls without a synchronisation between them; compare the routes to the bit, and the results with the
-    layer on the host."""
+    """Make calls without synchronisation. Compare the routes bit for bit, and compare the results with the layer on the
+    host."""
     return router_calls(sizes, 4, plan=plan, bound=float("inf"))(world)
 
 
@@ -80,14 +80,14 @@ class Layers:
         self.xs = [sizes.tokens_of(call, world.rank, tokens).to(world.device) for call in range(4)]
 
     def run(self, x: torch.Tensor, plan: FusedMoe, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the layer, whose launch includes the router if the plan supports it."""
+        """Run the layer in one launch, which includes the router if the plan supports it."""
         w13, w2 = self.weights.w13, self.weights.w2
         return moe.moe(x, None, None, w13, w2, router=self.router, world=self.world, plan=plan, out=out)
 
 
 def bits_of_router_before(world: weft.World, plan: FusedMoe, count: int) -> float:
-    """Alternate calls of four batches of tokens, with random late ranks, and sometimes a call after a separate launch
-    of the router: the bits must be the same every time."""
+    """Alternate between calls of four batches of tokens, with random late ranks, and sometimes make a call after a
+    separate launch of the router: the bits must be the same every time."""
     layers = Layers(world)
     behind = replace(plan, route=False)
     expected = [layers.run(x, behind).clone() for x in layers.xs]

@@ -1,4 +1,4 @@
-"""The GPU checks of the gradients of layers whose experts are split by columns over ranks, which gpu_main.py runs:
+"""The GPU checks of the gradients of layers whose experts are split by columns over ranks; gpu_main.py runs them.
 `checks` yields a name, a bound and a function for each.
 """
 
@@ -50,8 +50,8 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 
 
 def graph_replays(world: weft.World, plan: str, keep: str) -> float:
-    """Capture the forward and backward passes in a CUDA graph, and replay it with new tokens and routings: the bits
-    must equal those of eager calls; a plan that uses cuBLAS agrees to rounding."""
+    """Capture the forward and backward passes in a CUDA graph, and replay it with new tokens and routings. The bits
+    must equal those of eager calls; results of a plan that uses cuBLAS may differ by rounding."""
     layer = Layer(256, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
     w13, w2 = (t.requires_grad_() for t in model.local_weights[:2])
@@ -74,7 +74,7 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat one call for every choice of saved tensors, with random late ranks."""
+    """Repeat one call for every choice of saved tensors while random ranks start late."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, True, tp_size=world.size)
     inputs = routed(0, world.rank, 300, layer, world.size, some_nowhere)
@@ -92,8 +92,8 @@ def same_bits(world: weft.World) -> float:
 
 
 def module_compiled(world: weft.World) -> float:
-    """Compare a step of the module, compiled as a whole, with the eager one, and the router's gradient with that of
-    whole experts."""
+    """Compare a step of the module, compiled as a whole, with an eager step, and compare the router's gradient with
+    that of whole experts."""
     h, i, e = 256, 64 * world.size, 4 * world.size
     state = {"gate.weight": draw(1, e, h) * 0.2, "experts.gate_up_proj": draw(2, e, 2 * i, h) * 0.1}
     state["experts.down_proj"] = draw(3, e, h, i) * 0.1

@@ -1,4 +1,4 @@
-"""The GPU checks of layers whose experts are split by columns over ranks, which gpu_main.py runs: `checks` yields a
+"""The GPU checks of layers whose experts are split by columns over ranks; gpu_main.py runs them. `checks` yields a
 name, a bound and a function for each.
 """
 
@@ -85,7 +85,7 @@ def graph_replays(world: weft.World, plan: str | Plan) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Alternate between routings, with random late ranks, and sometimes make a first half alone: the bits must be the
+    """Alternate between routings, with random late ranks, and sometimes run only a first half: the bits must be the
     same every time."""
     layer = Layer(300, 16, 4, 512, 128 * world.size, BF)
     model = Model(world, layer, False, tp_size=world.size)
@@ -107,7 +107,7 @@ def many_calls(world: weft.World, count: int) -> float:
 
 
 def module_case(world: weft.World) -> float:
-    """Check that `MoE` with split columns and with split experts is the same layer."""
+    """Check that `MoE` gives the same layer with split columns and with split experts."""
     e, h, i, k = 4 * world.size, 256, 128 * world.size, 2
     state = {"gate.weight": draw(1, e, h), "experts.gate_up_proj": draw(2, e, 2 * i, h) * 0.1}
     state["experts.down_proj"] = draw(3, e, h, i) * 0.1

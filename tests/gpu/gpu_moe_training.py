@@ -1,4 +1,4 @@
-"""The GPU checks of the MoE layer's gradients, which gpu_main.py runs: `checks` yields a name, a bound and a function
+"""The GPU checks of the MoE layer's gradients; gpu_main.py runs them. `checks` yields a name, a bound and a function
 for each.
 """
 
@@ -39,8 +39,8 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
 def replayed(
     step: Callable[..., Sequence[torch.Tensor]], drawn: Callable[[int], Sequence[torch.Tensor]]
 ) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Compare a captured step with an eager step: it is replayed several times, each time with the operands that
-    `drawn` returns for that call."""
+    """Compare a captured step with an eager step. The captured step is replayed several times, each time with the
+    operands that `drawn` returns for that call."""
     held, stream = drawn(0), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -80,7 +80,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat one call for every choice of saved tensors, with random late ranks."""
+    """Repeat one call for every choice of saved tensors while random ranks start late."""
     layer = Layer(300, 16, 4, 512, 256, BF)
     model = Model(world, layer, True)
     inputs = routed(0, world.rank, 300, layer, world.size, at_random)
@@ -114,7 +114,7 @@ def gate_gradient(world: weft.World) -> float:
 
 
 def module_compiled(world: weft.World) -> float:
-    """Compare a step of the module, compiled as a whole, with the eager one."""
+    """Compare a step of the module, compiled as a whole, with an eager step."""
     layer = moe.MoE(256, 128, 4 * world.size, 2, world=world)
     for i, p in enumerate((layer.router, layer.w13, layer.w2)):
         p.data.copy_(draw(i + 10 * world.rank * (i > 0), *p.shape) * 0.2)
@@ -138,7 +138,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan in ("sequential", "dispatched"):
         yield f"moe gradients, {plan}", BOUND, partial(against, world, plan, plain, [300, 0, 1, 37])
         yield f"moe gradients, {plan}, gelu, odd sizes", BOUND, partial(against, world, plan, odd, [100], True)
-        # cuBLAS rounds before a bias is added, so a clamp limits different elements than in the reference.
+        # cuBLAS rounds before a bias is added, so a clamp limits different elements from those in the reference.
         biases = plan == "dispatched"
         yield f"moe gradients, {plan}, gpt_oss", BOUND, partial(against, world, plan, clamped, [100], biases)
     for keep in moe.KEEPS:

@@ -1,16 +1,16 @@
 """Two nodes on one machine: torchrun --nproc-per-node N -m tests.gpu.gpu_nodes [--seconds S] [--out FILE]
 
-The first half of the ranks declares itself one node, and the second half a second node (WEFT_NODE); they may share
-GPUs, and NCCL uses sockets. The checks cover plan "two_level" of every op that has it: results, gradients, CUDA graphs,
-and ranks that start late. The program prints a line for each check, writes the same as JSON to FILE, and exits with 1
-if one fails; no check begins after S seconds.
+WEFT_NODE declares the first half of the ranks one node and the second half a second node. The ranks may share GPUs, and
+NCCL uses sockets. The checks cover plan "two_level" of every op that supports it: results, gradients, CUDA graphs, and
+ranks that start late. The program prints a line for each check, writes the same as JSON to FILE, and exits with 1 if
+one fails; no check begins after S seconds.
 
 python -m tests.gpu.gpu_nodes --away peer|node|killed --ranks N [--out FILE]
 
-Plain processes run without a launcher that would end the others. The last rank, or the whole second node, does not join
+Plain processes run without a launcher that would end the others. The last rank or the whole second node does not join
 an op that all ranks have called before, or the last rank is killed. Every other rank must end by itself within LIMIT
-seconds, with weft.Timeout or with torch's own error: NCCL waits for the other node, and its process group bounds that
-wait (four times WEFT_TIMEOUT). The program prints which error each rank raised. If a single peer does not join, the
+seconds, with weft.Timeout or with an error from torch: NCCL waits for the other node, and its process group bounds that
+wait (four times WEFT_TIMEOUT). The program prints the error that each rank raised. If a single peer does not join, the
 ranks that do not wait for it in NCCL raise Timeout.
 """
 
@@ -48,7 +48,7 @@ TORCHS = r"Watchdog caught collective operation timeout|DistBackendError|NCCL er
 
 
 def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
-    """Return the operand of a call, and the call itself."""
+    """Return the operand of a call, and a function that makes the call."""
     x = draw(world.rank, 512 if op == "all_gather_matmul" else 512 * world.size, 256).to(world.device)
     w = (draw(50 + world.rank, 384, 256) * 0.1).to(world.device)
     norm = torch.ones(256, device=world.device, dtype=x.dtype)
@@ -65,7 +65,7 @@ def calls_of(world: weft.World, op: str, plan: str | Plan) -> tuple[torch.Tensor
 
 def replayed(world: weft.World, op: str, plan: Plan, replays: int = 8) -> float:
     """Replay a graph of two calls with new inputs. Both replays must give the same bits, and must equal eager calls in
-    between to rounding, since "auto" may choose a different plan for a node inside a graph."""
+    between up to rounding, because "auto" may choose a different plan for a node inside a graph."""
     x, fn = calls_of(world, op, plan)
     for _ in range(2):
         fn()
@@ -196,7 +196,7 @@ def rank_main(kind: str) -> None:
     try:
         fn()
         world.synchronize()
-        time.sleep(2 * LIMIT)  # torch ends the process when it gives up a collective
+        time.sleep(2 * LIMIT)  # torch ends the process when it aborts a collective
     except weft.Timeout as e:
         print(f"weft.Timeout after {time.time() - start:.1f} s: {e}", flush=True)
         os._exit(0)
@@ -206,7 +206,7 @@ def rank_main(kind: str) -> None:
 
 
 def said_of(code: int, text: str) -> str:
-    """Return how a rank ended: "weft.Timeout", "torch's error", or a sentence about the failure."""
+    """Return how a rank ended: The outcome is "weft.Timeout", "torch's error", or a sentence about the failure."""
     if code == 0 and "weft.Timeout after" in text:
         return "weft.Timeout"
     return "torch's error" if code != 0 and re.search(TORCHS, text) else f"exit {code}: {text.strip()[-400:]}"

@@ -77,7 +77,7 @@ def of_plan(world: weft.World, op: str, name: str, plan: Plan | str) -> Iterator
 
 
 def moved_by_nccl(world: weft.World) -> Iterator[Check]:
-    """Run plans that need no symmetric memory."""
+    """Run plans that do not need symmetric memory."""
     size, to_fit = world.size, partial(with_architecture_tiles, capability=world.backend.capability)
     for op in OPS:
         yield from of_plan(world, op, "decomposed", Decomposed())
@@ -143,7 +143,7 @@ def checks(world: weft.World) -> Iterator[Check]:
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
-    """Record weft's log messages in this block about plans that it did not run."""
+    """Record weft's log messages in this block about plans that weft did not run."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage()) if "instead of" in record.getMessage() else None  # type: ignore[assignment,method-assign]  # fmt: skip
@@ -170,7 +170,7 @@ def no_signals(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Compute the GEMM in weft's loop over tiles, which stores rows in order."""
+    """Compute the GEMM in weft's loop over tiles, and store rows in order."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
@@ -182,8 +182,8 @@ def no_signals(
 def of_pointers(
     x, w, out, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """Compute one tile per program, through pointers without bounds, as Triton GEMMs are usually written: the tiles
-    must divide the sizes."""
+    """Compute one tile per program, through pointers without bounds checks, as most Triton GEMMs do; the tiles must
+    divide the sizes."""
     tm, tn = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     rows, cols, ks = tm * BM + tl.arange(0, BM), tn * BN + tl.arange(0, BN), tl.arange(0, BK)
     a, b = x + rows[:, None] * K + ks[None, :], w + cols[None, :] * K + ks[:, None]
@@ -196,7 +196,8 @@ def of_pointers(
 
 
 def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) -> dict[str, float]:
-    """Return the median times of the functions, whose runs are interleaved."""
+    """Return ways to compute x @ w.T on all SMs but one: the signaled GEMM, with ordinary rows and with tiles, with
+    groups of one wave and with a single group; and the same loop without signals."""
     took: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(rounds + 2):
         for name, fn in runs.items():
@@ -260,7 +261,7 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
 
 
 def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
-    """Return the times of `ways`, and the time of cuBLAS, which runs the GPU's own code instead of code for sm_80."""
+    """Return the times of `ways`, and the time of cuBLAS, which runs code for this GPU instead of code for sm_80."""
     x, w = draw(1, m, k).to(world.device), (draw(2, n, k) * 0.1).to(world.device)
     out, expected = world.empty((m, n), x.dtype), x.float() @ w.float().t()
     runs = ways(world, x, w, out)

@@ -1,4 +1,4 @@
-"""Check every op around a GEMM and the norm on small shapes, with all kinds of plans, late ranks and two streams.
+"""Check every op with a GEMM and the norm on small shapes, with all kinds of plans, late ranks and two streams.
 gpu_main.py runs these checks.
 """
 
@@ -32,15 +32,15 @@ REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def few_programs(op: str) -> Plan:
-    """Return the default plan of an all-gather, or a plan of a sum with few, small programs."""
+    """Return the default plan of an all-gather, or a plan with few, small programs for a sum."""
     if op == "all_gather_matmul":
         return FUSED[op]
     return changed(FUSED[op], pull_programs=6, forward_programs=2, pull_rows=16, pull_stages=2)
 
 
 def again(world: weft.World, calls: list[tuple[Callable[[], Any], Any]], count: int, seed: int) -> float:
-    """Repeat these calls, which every rank draws alike, with some ranks late; return infinity unless each call gives
-    the same bits as the first time."""
+    """Repeat these calls, which are the same on every rank, with some ranks late. Return infinity unless each call
+    gives the same bits as the first time."""
     same, late, wrong = (
         random.Random(seed),
         random.Random(world.rank),
@@ -65,7 +65,8 @@ def cloned(run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 
 
 def low_latency(world: weft.World) -> float:
-    """Draw shapes, uneven ranks and late ranks, with all-reduces between the calls: the bits must be the same again."""
+    """Draw shapes, uneven ranks and late ranks, with all-reduces between the calls: repeated calls must give the same
+    bits."""
     plans: dict[str, list[Plan]] = {op: [OneShot(programs=8), OneShot(programs=5, warps=4)] for op in OPS}
     plans["matmul_all_reduce"] = [OneShot(programs=8), TwoShotLowLatency(programs=8)]
     rng, worst, calls, size = random.Random(5), 0.0, [], world.size
@@ -85,7 +86,7 @@ def low_latency(world: weft.World) -> float:
 
 def every_kind(world: weft.World, op: str) -> float:
     """Run whole and partial tiles, uneven ranks, a bias, and float16; return the largest error divided by 1.5 times the
-    error of sequential."""
+    error of the sequential plan."""
     worst: dict[str, float] = {}
     size, gather = world.size, op == OPS[0]
     second = FusedGatherByCopies() if gather else changed(few_programs(op), pull_programs=2)

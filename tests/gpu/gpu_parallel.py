@@ -1,5 +1,5 @@
-"""Check `weft.parallel` on GPUs: forward passes, gradients and training steps, against torch's own styles in the same
-run.
+"""Check `weft.parallel` on GPUs: forward passes, gradients and training steps are compared with torch's own styles in
+the same run.
 """
 
 from __future__ import annotations

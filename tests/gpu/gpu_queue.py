@@ -3,7 +3,8 @@
 A row records one check: check, ranks, gpus (ranks share these if they are fewer), outcome, date, seconds, parts (the
 files and folders of weft whose kernels the check launched, with the names of their code), and the reason and place of a
 failure. A version of weft is identified by the name of the code in src/weft, a hash in which comments, docstrings and
-blank lines do not count. It is the same for every version of Python, and needs no git: the GPU machine has none.
+blank lines do not count. This name is the same for every version of Python, and is computed without git, which the GPU
+machine lacks.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def tree_of(path: Path) -> str:
 
 
 def code_of(text: str) -> str:
-    """Return Python text without comments, docstrings, blanks at the ends of lines, and blank lines. Only positions of
-    the parsers' results are used, which are the same in every version of Python."""
+    """Return Python text without comments, docstrings, blanks at the ends of lines, and blank lines. The function uses
+    only positions in the parsers' results, which are the same in every version of Python."""
     lines = text.split("\n")
     cuts: list[tuple[int, int, int, int]] = []  # the row and column of the beginning, and of the end
     in_string: set[int] = set()  # the rows whose end may be in a string
@@ -89,8 +90,8 @@ def placed(ranks: int, gpus: int, triton: str = TRITON) -> str:
 
 
 def ordered(names: Sequence[str], rows: Mapping[str, Row], tree: str) -> list[str]:
-    """Return the checks that have not passed on this tree: first failed ones, then new ones and those whose kernels are
-    in a part that has changed since, then the rest, the oldest first."""
+    """Return the checks that have not passed on this tree. Failed checks come first, then new checks and checks with
+    kernels in a part that has changed since, then the rest, the oldest first."""
 
     def rank(name: str) -> tuple[int, str]:
         row = rows.get(name)
@@ -115,8 +116,8 @@ def recorded(ranks: int, gpus: int) -> dict[str, Row]:
 
 
 class Queue:
-    """A file of check names, from which several processes each take the next one, under a lock. Each worker records the
-    name that it holds, so that a crash can be attributed."""
+    """A file of check names, from which several processes each remove the next name under a lock. Each worker records
+    the name that it holds, so that a crash can be attributed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,9 +1,9 @@
 """Add the results of gpu/run.sh to tests/gpu_record.json: python -m tests.gpu.gpu_record RESULTS.json ...
 
 "checks" contains, for each number of ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check:
-outcome, version of weft (the name of the code in src/weft), date, machine, seconds, the parts of weft whose
-kernels it launched, error and bound, and the reason of a failure. A check that both failed and passed in one run has
-failed. "fuzz" contains the sums of random calls over all runs, by version, ranks and kind; each run counts once. "runs"
+outcome, version of weft (the name of the code in src/weft), date, machine, seconds, the parts of weft whose kernels the
+check launched, error and bound, and the reason of a failure. A check that both failed and passed in one run has failed.
+"fuzz" contains the sums of random calls over all runs, by version, ranks and kind; each run counts once. "runs"
 contains the newest runs, with the versions of torch, Triton, CUDA and NCCL, and "tree" the newest run's version of
 weft. The minutes of every part are added to tests/trends.csv. tests/gpu_record-2026-11.json is an older record, from
 before ranks shared GPUs as processes.
@@ -25,7 +25,7 @@ FIELDS = ("outcome", "date", "seconds", "parts", "error", "bound", "why")
 
 
 def fuzzed(runs: list[dict[str, Any]], tree: str, gpus: int, old: dict[str, Any]) -> dict[str, Any]:
-    """Return the random calls of these runs, added to all earlier ones. A run that did not end properly counts as one
+    """Return the sums of random calls of these runs and all earlier runs. A run that did not end properly counts as one
     wrong call."""
     trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
     for run in runs:

@@ -1,6 +1,4 @@
-"""The GPU checks of the all-reduce ops, which gpu_main.py runs: `checks` yields a name, a bound and a function for
-each.
-"""
+"""GPU checks of the all-reduce ops; gpu_main.py runs them. `checks` yields a name, a bound and a function for each."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 def calls(world: weft.World, m: int, h: int, plan: Plan, seed: int = 0) -> tuple[torch.Tensor, Run]:
-    """Return x, and a call that normalises it into its own symmetric memory."""
+    """Return x, and a call that normalises x into the call's own symmetric memory."""
     x = draw(seed + world.rank, m, h).to(world.device)
     rows = balanced_rows(m, world.size)
     residual = draw(seed + 50 + world.rank, rows[world.rank], h).to(world.device)
@@ -42,7 +40,7 @@ def calls(world: weft.World, m: int, h: int, plan: Plan, seed: int = 0) -> tuple
 
 
 def delays(world: weft.World, plan: Plan, m: int) -> float:
-    """Random ranks start late, by up to some hundred microseconds, in every call: the bits must be the same every
+    """Random ranks start late in every call, by up to several hundred microseconds: the bits must be the same every
     time."""
     rng = random.Random(100 + world.rank)
     _, run = calls(world, m, 1024, plan)
@@ -53,7 +51,7 @@ def delays(world: weft.World, plan: Plan, m: int) -> float:
             torch.cuda._sleep(rng.randrange(1000, 600000))
         for actual, first_result in zip(run(), expected, strict=True):
             wrong += (actual != first_result).any()
-            if rng.random() < 0.2:  # a slow reader of memory that a peer's next call will write
+            if rng.random() < 0.2:  # a slow reader of memory to which a peer's next call will write
                 torch.cuda._sleep(rng.randrange(1000, 200000))
                 wrong += (actual != first_result).any()
     world.synchronize()
@@ -61,7 +59,7 @@ def delays(world: weft.World, plan: Plan, m: int) -> float:
 
 
 def many_calls(world: weft.World, count: int) -> float:
-    """Make calls of all plans and two shapes back to back, and compare every result with the first."""
+    """Make calls of all plans and two shapes back to back, and compare every result with the first one."""
     todo = []
     for plan in PLANS.values():
         for m in (3, 250):
@@ -99,9 +97,9 @@ def replay(world: weft.World, plan: Plan, replays: int) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Every plan must give the same bits on every rank. All plans add in rank order and so give the same sums. In the
-    norm, the compiler rounds the products of the sum of squares differently in different kernels, so plans are compared
-    within rounding."""
+    """Every plan must give the same bits on every rank. All plans add in rank order and therefore give the same sums.
+    In the norm, the compiler rounds the products in the sum of squares differently in different kernels, so plans are
+    compared up to rounding."""
     checksums, sums, norms = [], [], []
     for plan in PLANS.values():
         _, run = calls(world, 100, 2048, plan)

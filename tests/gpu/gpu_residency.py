@@ -1,13 +1,13 @@
 """Run two operators on two streams, each of which needs all SMs and waits for the other ranks: torchrun
 --nproc-per-node 2 -m tests.gpu.gpu_residency
 
-Every rank makes the calls in the same order. A sleep precedes one of them, so that rank 0's GPU begins with the first
+Every rank makes the calls in the same order. A sleep precedes one of the calls, so rank 0's GPU begins with the first
 call and the other ranks' GPUs with the second. The World makes the second call start after the first, so both end,
-eagerly and in a graph. At the end the program stops the World from ordering them: then both calls wait for room until
-`weft.Timeout`. The program prints a line for each case, with the number of waits that ordered the calls, since even
-calls that nothing orders may end by chance. It exits with 1 at the first case that fails.
+eagerly and in a graph. At the end the program stops the World from ordering the calls: then both calls wait for free
+SMs until `weft.Timeout`. The program prints a line for each case, with the number of waits that ordered the calls,
+since even calls that nothing orders may end by chance. The program exits with 1 at the first case that fails.
 
-The bound of waits is that of the run: a rank that shares its GPU with other processes may be late by seconds.
+The run sets the time limit of waits: a rank that shares its GPU with other processes may be late by seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def on_two_streams(world: weft.World, call_a: Call, call_b: Call) -> None:
 
 
 def outcome(world: weft.World, call_a: Call, call_b: Call, rounds: int) -> str:
-    """Return "", or the error of a wait that expired."""
+    """Return "", or the error of an expired wait."""
     world.exchange(None)
     try:
         for _ in range(rounds):
@@ -88,7 +88,7 @@ def main() -> None:
         if not ordered:
             weft.World.order_residents = lambda *_: None  # type: ignore[method-assign]
         outcomes = [""] * world.size
-        rounds = 3 if ordered else 30  # if other processes share the GPUs, not every round hangs
+        rounds = 3 if ordered else 30  # if other processes share the GPUs, some rounds do not hang
         with mock.patch.object(world.backend, "start_after", wraps=world.backend.start_after) as start_after:
             dist.all_gather_object(outcomes, outcome(world, by_name[name_a], by_name[name_b], rounds))
         waits, expired = start_after.call_count, any(outcomes)  # an expired wait lets other ranks' waits end

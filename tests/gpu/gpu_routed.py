@@ -1,7 +1,6 @@
-"""GPU checks of GEMM + all-to-all with the routing on the device, which tests/gpu/gpu_main.py runs among its own
-checks.
+"""GPU checks of GEMM + all-to-all with routing on the device; tests/gpu/gpu_main.py runs them among its own checks.
 
-Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "routed all-to-all"
+To run them alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "routed all-to-all"
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Operands = list[torch.Tensor]  # x, weight, bias, destinations, and the gradient
 
 
 def operands(world: weft.World, call: int, m: int, n: int, k: int) -> Operands:
-    """Return one rank's operands of a call, whose routing differs from call to call."""
+    """Return one rank's operands of a call; the routing differs between calls."""
     routing = MIXED[call % len(MIXED)](random.Random(call), world.size, m)
     me = world.rank
     tensors = draw(100 * call + me, m, k), draw(40 + me, n, k) * 0.1, draw(80 + me, n)
@@ -78,7 +77,7 @@ def many_replays(world: weft.World, replays: int) -> float:
 
 
 def same_bits(world: weft.World) -> float:
-    """Repeat the same call and its gradients with random late ranks."""
+    """Repeat the same call and its gradients while random ranks start late."""
     inputs, wrong = operands(world, 3, 700, 520, 264), 0
     wanted = [t.clone() for t in step(world, "fused", *inputs)]
     for call in range(12):
@@ -106,7 +105,7 @@ def nothing_is_read(world: weft.World, plan: str) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Make calls of two sizes, which share the arena, on three streams."""
+    """Make calls of two sizes that share the arena, on three streams."""
     inputs = [operands(world, call, 256 + 44 * (call % 2), 256, 128) for call in range(6)]
     wanted = [[t.clone() for t in step(world, "fused", *o)] for o in inputs]
     others, results = [torch.cuda.Stream() for _ in range(3)], []
@@ -121,7 +120,8 @@ def streams(world: weft.World) -> float:
 
 
 def compiled(world: weft.World) -> float:
-    """Compare a step under torch.compile by Inductor, with new destinations in every call, with eager steps."""
+    """Compare a step that Inductor compiled under torch.compile, with new destinations in every call, with eager
+    steps."""
 
     def fn(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, counts = weft.matmul_all_to_all_routed(torch.relu(x), w, b, destinations=d, world=world, plan="fused")

@@ -1,6 +1,6 @@
-"""GPU checks of capacity, placement and the router's losses, which tests/gpu/gpu_main.py runs among its own checks.
+"""GPU checks of capacity, placement and the router's losses; tests/gpu/gpu_main.py runs them among its own checks.
 
-Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "around the router"
+To run them alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only "around the router"
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def kernels_of(call: Callable[[], object]) -> int:
 
 
 def one_launch_each(world: weft.World) -> float:
-    """Return the number of calls that need more than a single kernel on the GPU."""
+    """Return the number of calls that need more than one kernel on the GPU."""
     ids, weights = some_ids(512, 8, 128, 0).to(world.device), some_weights(512, 8, 0).to(world.device)
     logits = torch.randn(512, 128, device=world.device)
     table = torch.arange(128, dtype=torch.int32, device=world.device)

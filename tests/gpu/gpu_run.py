@@ -5,11 +5,11 @@ gpu/run.sh starts this.
 
 R ranks run on min(R, G) of the machine's G GPUs, which they share if R > G. Several groups of processes run at once,
 with as many ranks as the machine has cores, since checks mostly compile and wait. The parts are: `checks`, the checks
-of gpu_main.py, which groups of equally many ranks take from a shared queue; `peers`, with ranks that are killed, stall
-or are late; `users`, commands that users run; and `fuzz`, random calls. A check that needs the GPU's memory runs alone
-at the end. Each number of ranks has equally many groups; the number that --ranks names first has the first group and the
-cores that remain. If a group dies or hangs, its current check has failed, and a new group continues with the rest. All
-groups end in time; the next call runs the remaining checks.
+of gpu_main.py, which groups with the same number of ranks share in one queue; `peers`, with ranks that are killed,
+stall or are late; `users`, commands that users run; and `fuzz`, random calls. A check that needs much GPU memory runs
+alone at the end. Each number of ranks has equally many groups; the number that --ranks names first also has the first
+group and the remaining cores. If a group dies or hangs, its current check has failed, and a new group
+continues with the remaining checks. All groups end in time; the next call runs the checks that are left.
 
 The program writes DIR/results.json whenever a result is new, and DIR/log.txt, the end of every group's output.
 tests/gpu/gpu_record.py adds the results to the record; the next call also starts from results not yet on record.
@@ -36,9 +36,9 @@ from tests.gpu.gpu_queue import WEFT, Queue, Row, ordered, passed, placed, recor
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone")
-ALONE, ALONE_GIB = "rows beyond 24 bits", 16  # of a rank
+ALONE, ALONE_GIB = "rows beyond 24 bits", 16  # a check that runs alone, and the GiB that it needs on each rank
 STILL = 150  # the longest time in seconds that a group may spend on one check
-STARTS = 3  # the number of groups of a queue that may die before they reach a check
+STARTS = 3  # the number of groups of a queue that may die before their first check
 ENDING = 15  # seconds at the end in which groups may end by themselves
 SHOWN = 100_000  # the number of characters kept of a group's output
 QUACK = importlib.util.find_spec("quack") is not None
@@ -50,7 +50,7 @@ EXAMPLES = ("all_gather_rowwise", "all_to_all_table", "context_parallel", "gemm_
 
 @dataclass(frozen=True)
 class Command:
-    """A check that runs as a command line: it passes if the command exits with 0 within `limit` seconds."""
+    """A check that runs as a command line: the check passes if the command exits with 0 within `limit` seconds."""
 
     part: str
     name: str
@@ -158,7 +158,7 @@ class Run:
 
     # -- groups --------------------------------------------------------------------------------------------------------
     def gpus_of(self, ranks: int) -> list[str]:
-        """Return the next GPUs in turn, for a group of ranks that have a GPU each."""
+        """Return the next GPUs in turn, for a group of ranks with one GPU each."""
         if ranks >= self.gpus:
             return self.devices
         first_device = sum(g.command.ranks for g in self.groups if g.command.ranks < self.gpus)
@@ -198,7 +198,7 @@ class Run:
         return (max(8, self.room * 2 // 3) if quiet else self.room) - sum(g.command.ranks for g in self.groups)
 
     def watch(self) -> bool:
-        """Record the groups that have ended, and end those that hang; return whether anything changed."""
+        """Record the groups that have ended, and end the groups that hang. Return whether anything changed."""
         ended = [g for g in self.groups if self.over(g)]
         for group in ended:
             self.remove(group)
@@ -322,8 +322,8 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         return sum(g.queue is queues[n] for g in run.groups)
 
     def usable(n: int) -> bool:
-        """Return whether another group may start for this queue: checks are left, or their number is unknown, and
-        groups do not die before they start one."""
+        """Return whether another group may start for this queue. It may if checks are left, or their number is unknown,
+        and groups do not die before their first check."""
         return queues[n].left() != 0 and run.died.get(queues[n].path, 0) < STARTS
 
     def command_of(*parts: str) -> bool:
@@ -352,8 +352,8 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
         if any(c.part != "fuzz" for c in waiting) or any(queues[n].left() is None for n in queued):
             return False
         long = [n for n in queued if (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
-        # A check takes about as long on many ranks as on few, so equally many groups pass equally many checks. A group
-        # of many ranks waits for the cores of its share: groups of few ranks would take them as they become free.
+        # The time of a check hardly depends on the number of ranks, so equally many groups pass equally many checks. A
+        # group of many ranks waits for the cores of its share: groups of few ranks would take them as they become free.
         behind = [n for n in long if groups_of(n) < run.room // sum(long)]
         if behind:
             return group_of_checks(behind[0])

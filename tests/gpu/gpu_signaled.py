@@ -1,7 +1,7 @@
-"""GPU checks of the signaled plan, the all-to-all and the row-wise ops, which tests/gpu/gpu_main.py runs among its own
+"""GPU checks of the signaled plan, the all-to-all and the row-wise ops; tests/gpu/gpu_main.py runs them among its own
 checks.
 
-Alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only signaled
+To run them alone: torchrun --nproc-per-node N -m tests.gpu.gpu_main --out DIR --only signaled
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def random_shapes(world: weft.World, count: int) -> float:
 
 
 def replay_to_ranks(world: weft.World, plan: Signaled, replays: int) -> float:
-    """Replay a graph of two calls with two routings and new inputs, alternating with eager calls: the bits must be the
-    same."""
+    """Replay a graph of two calls with two routings and new inputs, alternating with eager calls: the bits must be
+    equal."""
     rng, n, k, m = random.Random(3), 512, 256, 1000 + 100 * world.rank
     routings = [weft.route([rng.randrange(world.size) for _ in range(m)], world=world) for _ in range(2)]
     x, w = draw(world.rank, m, k).to(world.device), draw(50 + world.rank, n, k).to(world.device)
@@ -74,7 +74,7 @@ def replay_to_ranks(world: weft.World, plan: Signaled, replays: int) -> float:
 
 
 def streams(world: weft.World, plan: Signaled) -> float:
-    """Make calls of one shape, which share its counters, on three streams."""
+    """Make calls of one shape, which share counters, on three streams."""
     x, w = draw(world.rank, 2048, 256).to(world.device), draw(50 + world.rank, 1024, 256).to(world.device)
     fn = partial(weft.matmul_all_reduce, x, w, world=world, plan=plan)
     expected, others, results = fn().clone(), [torch.cuda.Stream() for _ in range(3)], []

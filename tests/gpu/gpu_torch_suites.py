@@ -13,8 +13,8 @@ line to DIR/torch_suites.jsonl for each test and each way to run it:
               mode. weft leaves float32 to torch, so it serves calls only here. Results may differ within the bfloat16
               tolerances of torch.testing.
 
-A rank does the work of a worker process of torch's runner: it creates the test's object and calls the test. A test
-passes if it passes on every rank. Tests that need NVLink multicast are not run.
+A rank replaces a worker process of torch's runner: it creates the test's object and calls the test. A test passes only
+if it passes on every rank. Tests that need NVLink multicast are not run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def suites(world: int) -> list[tuple[str, str]]:
-    """Return (suite, way) pairs: suites with real groups or, for one process, with fake groups."""
+    """Return (suite, way) pairs. Suites use real groups or, for one process, fake groups."""
     if world == 1:
         return [(suite, way) for way in ("torch", "weft") for suite in (COMPILED, COMPILED_4)]
     compiled = {2: COMPILED, 4: COMPILED_4}.get(world)
@@ -76,7 +76,7 @@ def in_bfloat16(module: ModuleType, suite: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def real_mode(group_names: set[str] | None = None) -> Iterator[None]:
-    """Replace torch's test mode, which computes without symmetric memory, for groups of GPUs."""
+    """Replace torch's test mode, which computes without symmetric memory, by groups of GPUs."""
     import torch.distributed._symmetric_memory as torch_symm_mem
 
     for name in group_names or {dist.group.WORLD.group_name}:  # type: ignore[union-attr]
@@ -141,8 +141,8 @@ def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict
 
 
 def imported(suite: str) -> ModuleType:
-    """Import a suite. To decide whether CPU tests can run, torch's helpers would compile C++; no test here runs on a
-    CPU."""
+    """Import a suite. To decide whether CPU tests can run, torch's helpers would compile C++, but no test here runs on
+    a CPU."""
     with mock.patch("torch._inductor.codecache.CppCodeCache.load", side_effect=OSError("not asked")):
         return importlib.import_module(MODULES[suite])
 

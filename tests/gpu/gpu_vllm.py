@@ -1,10 +1,10 @@
 """The plugin in vLLM on a GPU: `gpu/vllm.sh run`. torchrun starts one rank, on which the plugin must serve nothing, or
-several ranks that share the GPU. These first run without the plugin (WEFT_VLLM=0); then ranks with the plugin compare
-their answers with the first ones. The twin runs all passes, in each of its forms, since nothing can be timed there.
-Requests are split into chunks, share prefixes, and are preempted, since the cache is too small for all of them; one is
-aborted. The error of given tokens' probabilities, compared with the model in float32, may be at most 1.5 times vLLM's
-own. The kinds LlamaFP8 (which needs compressed_tensors) and LlamaFP8Block, which KINDS may name, have FP8 linears,
-whose GEMMs weft must serve.
+several ranks that share the GPU. The ranks first run without the plugin (WEFT_VLLM=0). Then ranks with the plugin
+compare their answers with the first run's answers. The twin runs all passes, in each of its forms, because nothing can
+be timed on a shared GPU. Requests are split into chunks, share prefixes, and are preempted, because the cache is too
+small for all of them; one request is aborted. The test compares the probabilities of given tokens with the model in
+float32. The error may be at most 1.5 times vLLM's own error. The kinds LlamaFP8 (which needs compressed_tensors) and
+LlamaFP8Block, which KINDS may name, have FP8 linears, whose GEMMs weft must serve.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 
 from tests.integrations.engines.run_engine import PROMPTS, QUANTIZED, checkpoint, exact
 
-TOKENS, ROUNDING = 24, 0.1  # tokens of an answer; bfloat16's rounding of a log probability
+TOKENS, ROUNDING = 24, 0.1  # the number of tokens of an answer; bfloat16's rounding error of a log probability
 ROUNDING_OF_FP8 = 1.0  # for FP8 linears; not yet run on a GPU, but an engine on CPU ranks differed by up to 0.5
 BLOCKS = 24  # blocks of 16 tokens in the cache, fewer than CROWD needs
 CROWD = [[i, *range(40)] for i in range(8)]
-FURTHER = 1.5  # the largest allowed ratio of weft's error of the probabilities to vLLM's
+FURTHER = 1.5  # the largest allowed ratio of weft's error in the probabilities to vLLM's
 PASS_FORMS = ("sequential", "own_rows", "sequence_parallel", "fused_sum", "woven", "woven_layers")
 MODES = {"eager": dict(enforce_eager=True), "graphs": dict(enforce_eager=False)}
 
@@ -70,7 +70,7 @@ def forced(form: str) -> Iterator[None]:
 
 @contextmanager
 def woven(llm: Any, form: str) -> Iterator[list[int]]:
-    """Return the numbers of tokens of the passes that ran in two parts over whole layers, after a start that timed
+    """Return the numbers of tokens of the passes that ran whole layers in two parts, after a start that timed
     nothing."""
     from weft.integrations.vllm.served import models
     from weft.integrations.vllm.woven import WovenPass
@@ -89,7 +89,7 @@ def woven(llm: Any, form: str) -> Iterator[list[int]]:
 
 
 def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
-    """Return the tokens, the log probability of each token, and its lead over the second best."""
+    """Return the tokens, the log probability of each token, and its margin over the second-best token."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
@@ -102,8 +102,8 @@ def answers(llm: Any) -> list[list[tuple[int, float, float]]]:
 
 
 def crowded(llm: Any) -> tuple[list[list[int]], int]:
-    """Return the answers to more requests than fit in the cache, while one more is aborted, and the number of preempted
-    requests."""
+    """Return the answers to more requests than fit in the cache, during which one additional request is aborted, and
+    the number of preempted requests."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False)
@@ -148,13 +148,13 @@ def float32_logprobs(folder: str) -> list[float]:
 
 
 def distance(logprobs: list[float], reference: list[float]) -> float:
-    """Return the root of the mean square of the differences."""
+    """Return the root mean square of the differences."""
     return float((torch.tensor(logprobs) - torch.tensor(reference)).square().mean().sqrt())
 
 
 def compare(actual: list[Any], expected: list[Any], rounding: float) -> dict[str, Any]:
     """Return the number of tokens that equal vLLM's own, up to the first difference in each answer, and the largest
-    difference between log probabilities. Raise AssertionError if an answer differs at a token whose lead exceeds
+    difference between log probabilities. Raise AssertionError if an answer differs at a token whose margin exceeds
     rounding."""
     same, furthest = 0, 0.0
     for own_answer, expected_answer in zip(actual, expected, strict=True):
@@ -181,7 +181,7 @@ def main() -> None:
     rounding = ROUNDING_OF_FP8 if args.kind in QUANTIZED else ROUNDING
     if args.kind in QUANTIZED:
         os.environ["WEFT_VLLM_FP8"] = "1"
-        os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # else scales are powers of two, unsupported by weft
+        os.environ["VLLM_USE_DEEP_GEMM_E8M0"] = "0"  # otherwise scales are powers of two, which weft does not support
     off, rank = os.environ.get("WEFT_VLLM") != "1", int(os.environ.get("RANK", "0"))
     known = json.loads(args.out.read_text()) if args.out.exists() and not off else {}
     with tempfile.TemporaryDirectory(prefix=f"rank{rank}-") as folder:
@@ -194,7 +194,7 @@ def main() -> None:
                 with woven(llm, form):
                     actual, forced_now = answers(llm), forced_logprobs(llm)
                     (crowd, preempted), again = crowded(llm), answers(llm)
-            compare(again, actual, rounding)  # prompts with prefixes that are in the cache
+            compare(again, actual, rounding)  # prompts with prefixes that the cache contains
             error = distance(forced_now, reference)
             if off:
                 known[job] = dict(answers=actual, crowd=crowd, error=error)

@@ -34,7 +34,8 @@ def as_gpu(capability: int, target: int | None = None) -> None:
         driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
         compiler.max_shared_mem = lambda device: architectures.FEATURES[capability].shared_kib << 10
         architectures.device_capability = lambda device=None: capability
-    # Such kernels need a separate cache: their key names the older GPU, which could not run them.
+    # Kernels compiled for an older GPU need a separate cache: their key contains the older GPU, which could not run
+    # them.
     folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
     triton.knobs.cache.dir = str(folder / f"sm_{capability}_on_sm_{target}")
     assemble = CUDABackend.make_cubin

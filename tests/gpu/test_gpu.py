@@ -1,4 +1,4 @@
-"""Test `weft.spmd` on GPUs, which ranks share if there are too few, and run the examples there as a user starts them.
+"""Test `weft.spmd` on GPUs, which ranks share if there are too few. The examples run there as a user starts them.
 gpu_main.py, which gpu/run.sh starts, checks every op on GPUs.
 """
 
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
 
 def first_uses(world: weft.World) -> torch.Tensor:
-    """Run a rank's first operations while its kernel waits for the last rank's kernel; they must not delay the last
-    rank."""
+    """Run a rank's first operations while its kernel waits for the last rank's kernel. The rank's operations must not
+    delay the last rank."""
     y = torch.ones(3, 1024, device=world.device)
     weft.all_reduce(y, world=world, plan=OneShot(programs=3))
     for use in FIRST_USES.values():
@@ -51,7 +51,7 @@ def fails(world: weft.World) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_spmd(ranks: int) -> None:
-    """Results of ranks that wait for each other return to the CPU; a rank that fails ends the others."""
+    """Ranks that wait for each other return their results on the CPU; a rank that fails ends the other ranks."""
     for total in weft.spmd(first_uses, ranks, backend="shared"):
         assert total.device.type == "cpu" and torch.equal(total, torch.full((3, 1024), float(ranks)))
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="KeyError: 'mine'"):

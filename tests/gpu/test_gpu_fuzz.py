@@ -1,5 +1,5 @@
-"""The random calls of tests/gpu/gpu_fuzz.py on emulated ranks: all are right, and the report of a wrong call names it
-and can be used to repeat it."""
+"""The random calls of tests/gpu/gpu_fuzz.py on emulated ranks. All calls are right, and the report of a wrong call
+names it and can be used to repeat it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_calls_of_many_kinds_are_right(seed: int, ranks: int, tmp_path: Path) ->
 
 
 def of_every_kind(world: weft.World) -> list[str]:
-    """Return the errors in a round of every kind."""
+    """Return the errors of one round of every kind."""
     fuzz, wrong = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
     for index, kind in enumerate(fuzz.kinds):
         fuzz.run(fuzz.draw(index, kind))
@@ -51,7 +51,7 @@ def of_every_kind(world: weft.World) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.gate)])
 def test_every_kind_over_gloo(ranks: int) -> None:
-    """Only sequential plans run, so this test checks the drawn calls, their arguments and the comparison."""
+    """Only sequential plans run, so this test covers the drawn calls, their arguments and the comparison."""
     assert weft.spmd(of_every_kind, ranks, backend="gloo") == [[]] * ranks
 
 
@@ -103,8 +103,8 @@ def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
 
 
 def test_only_compiled_kinds_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that compile a kind are compared, but not counted. Compiling ends after half of the time, and the run when
-    the time is up."""
+    """Calls that compile a kind are compared, but not counted. Compiling ends after half of the time, and the run ends
+    when the time is up."""
     run, rounds_run = gpu_fuzz.Fuzz.run, []
 
     def noted(self: gpu_fuzz.Fuzz, r: Round) -> int:
@@ -141,7 +141,7 @@ def test_a_round_of_a_kind_does_not_depend_on_the_record() -> None:
 
 
 def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of one rank's result is slightly wrong, only in calls with `out`."""
+    """One element of one rank's result is slightly wrong, but only in calls with `out`."""
     kind = Kind(SUM, "sequential")
     bad = next(r for r in rounds(3, 200, kind) if sum(r.rows) and not r.replays and r.calls[-1].into)
     right = weft.all_reduce
@@ -164,7 +164,7 @@ def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("leaf", [0, 1])
 def test_a_wrong_gradient_is_noticed(leaf: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient is that of an operand, or of a weight."""
+    """The gradient belongs to an operand or to a weight."""
     kind = Kind("all_gather_matmul", "sequential", gradients=True)
     index = next(r.index for r in rounds(3, 50, kind) if min(r.rows) > 1)
     right = torch.autograd.grad

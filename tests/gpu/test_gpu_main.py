@@ -1,4 +1,4 @@
-"""Tests of the driver of the GPU checks, with invented checks."""
+"""Tests of the driver of the GPU checks, with simulated checks."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_row_names_the_parts_whose_kernels_were_launched(tmp_path: Path, monke
 
 
 def test_uploads_are_waited_for_until_they_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream is ordered after a copy in flight; in a capture the host waits for the copy."""
+    """A stream is ordered after a copy that is still running; in a capture the host waits for the copy."""
 
     class Copied:
         ended = False

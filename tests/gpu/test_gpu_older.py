@@ -1,4 +1,4 @@
-"""The switches that make this GPU behave as an older one, and the checks that use them."""
+"""The switches that make this GPU behave like an older one, and the checks that use the switches."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def twice(x_desc, y_desc):
 
 def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(CUDABackend, "make_cubin", CUDABackend.make_cubin)
-    # This replaces the dictionary's entry: at the end, monkeypatch would set an attribute to its old value, which would
-    # hide the environment from then on.
+    # This statement replaces the dictionary's entry. monkeypatch would later restore an attribute to its old value,
+    # which would hide the environment from then on.
     monkeypatch.setitem(vars(triton.knobs.cache), "dir", str(tmp_path))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     older.as_gpu(80, 90)
@@ -49,7 +49,7 @@ def test_code_for_an_older_gpu_is_assembled_for_the_one_at_hand(monkeypatch: pyt
     )
     assert compiled.asm["cubin"][:4] == b"\x7fELF"
     flags = struct.unpack_from("<I", compiled.asm["cubin"], 48)[0]
-    assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # the field depends on ELF's version
+    assert 90 in (flags & 0xFF, flags >> 8 & 0xFF), hex(flags)  # the field depends on the ELF version
 
 
 def test_without_peer_access_there_is_no_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
 
 
 def test_the_timed_ways_multiply() -> None:
-    """Every way to multiply is checked twice."""
+    """Every way to compute the GEMM is checked twice."""
 
     def main(world: weft.World) -> dict[str, float]:
         x, w = draw(1, 256, 128), draw(2, 512, 128)

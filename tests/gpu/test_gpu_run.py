@@ -1,5 +1,5 @@
-"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py keeps their results;
-here they run stand-ins for the checks."""
+"""gpu_run.py starts the GPU checks, gpu_queue.py shares them between processes, and gpu_record.py stores their results.
+In these tests they run stand-ins for the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.backends.base import timeout_seconds
 ROOT = Path(__file__).parents[2]
 MACHINE: dict[str, Any] = dict(machine="1 x GPU", versions=dict(triton="3.6.0"), date="2026-11-23 18:00")
 
-# Checks for N ranks, each named after its behaviour.
+# Checks for N ranks, each of which is named after its behaviour.
 CHECKS = """
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
-    """The launcher's own report is left out."""
+    """The launcher's own report is omitted."""
     log = tmp_path / "log"
     log.write_text(
         "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"
@@ -142,8 +142,8 @@ def test_the_reason_of_a_failure_is_its_ranks_output(tmp_path: Path) -> None:
 def test_smaller_groups_leave_room_for_the_one_named_first(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Checks that need the whole time of a call come first; more groups, and random calls, start when no check
-    waits."""
+    """Checks that need the whole time of a call come first. More groups, and random calls, start when no check is
+    waiting."""
     stand_in(run, monkeypatch, [f"check {i}" for i in range(3)])
     users = [
         Command("users", f"user {i}", 2, (sys.executable, "-c", "import time; time.sleep(1)"), 30) for i in range(2)
@@ -277,7 +277,7 @@ def f(ä="#", n=3):
 
 
 def test_the_code_of_a_file_has_no_comments_and_docstrings() -> None:
-    """Strings that are no docstrings stay as they are. Every version of Python must return this text."""
+    """Strings that are not docstrings remain unchanged. Every version of Python must return this text."""
     assert gpu_queue.code_of(DESCRIBED) == PLAIN
 
 
@@ -354,8 +354,8 @@ def ran(check: str, outcome: str, ranks: int = 4, gpus: int = 1) -> Row:
 
 
 def test_the_next_run_continues_where_one_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The record decides: checks that passed on this tree, on as many ranks and GPUs and with this Triton, are not
-    repeated."""
+    """The record determines that checks are not repeated if they passed on this tree, on as many ranks and GPUs and
+    with this Triton."""
     this_tree, monkeypatched = "c" * 40, tmp_path / "record.json"
     monkeypatch.setattr(gpu_queue, "RECORD", monkeypatched)
     monkeypatch.setattr(gpu_queue.metadata, "version", lambda package: "3.6.0")

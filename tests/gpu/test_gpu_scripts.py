@@ -1,4 +1,4 @@
-"""Run the scripts in gpu/ with a torchrun that only records its command line: every step starts once with arguments
+"""Run the scripts in gpu/ with a torchrun that only records its command line. Every step starts once with arguments
 that its program accepts, and the next call repeats the steps that failed or were interrupted.
 """
 
@@ -21,7 +21,8 @@ from tests.gpu import gpu_main, gpu_run
 from weft import launch
 
 ROOT = Path(__file__).parents[2]
-# Both scripts record their arguments. For the module named in $ENDS, torchrun evaluates the command after the name.
+# Both scripts record their arguments. For the module that $ENDS names, torchrun evaluates the command after the
+# module's name.
 TORCHRUN = """#!/bin/sh
 shift 2
 echo "$@" >> "$ASKED"
@@ -140,8 +141,8 @@ def test_steps_that_are_one_run_begin_again(tmp_path: Path) -> None:
 
 
 def test_eight_checks_first_and_continues(tmp_path: Path) -> None:
-    """One call runs all steps on two GPUs. The next call finds the checks' results in the record, and has no step left
-    to run."""
+    """One call runs all steps on two GPUs. The next call finds the checks' results in the record and has no remaining
+    steps."""
     tree, out = tmp_path / "tree", tmp_path / "out"
     code, printed, asked = run(tree, out, "eight.sh", MINUTES="30")
     assert code == 0 and "left:" not in printed, printed
@@ -193,8 +194,8 @@ def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
 
 
 def test_every_check_is_made_by_one_kind_of_group() -> None:
-    """Some groups run alone the checks that need the GPU's memory, and other groups run the checks that can run beside
-    each other."""
+    """Some groups run the checks that need the GPU's memory, one at a time; other groups run the checks that can share
+    a GPU."""
     commands = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
     asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in commands]
     for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:
@@ -219,7 +220,7 @@ def test_results_and_tuning_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_the_profile_is_used_while_the_rest_is_measured(tmp_path: Path) -> None:
-    """src does not change, since its content names the version that was checked."""
+    """src does not change, because its hash identifies the version that was checked."""
     out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
     run(
         tmp_path / "tree",

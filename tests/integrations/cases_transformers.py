@@ -1,6 +1,6 @@
-"""Compare a woven mixture of experts with the original model. The two round in different places, so they may choose
-different experts for a token whose next two best experts are within rounding. Therefore the original model runs with
-the experts that the woven one chose: then all logits must be close, and rounding must explain each choice.
+"""Compare a woven mixture of experts with the original model. The two models round in different places, so they may
+choose different experts for a token whose next two best experts are within rounding. Therefore the original model runs
+with the experts that the woven model chose. All logits must then be close, and rounding must explain each choice.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Routed(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """The distance of the logits relative to their norm, for all tokens (`of_all`) and for the farthest token
-    (`of_token`); `unexplained`, the largest such value over routers and tokens; and `moved`, the number of routes that
-    are not the original model's."""
+    """The fields are the distance of the logits relative to their norm, for all tokens (`of_all`) and for the farthest
+    token (`of_token`); `unexplained`, the largest such value over routers and tokens; and `moved`, the number of routes
+    that differ from the original model's."""
 
     of_all: float
     of_token: float
@@ -38,14 +38,14 @@ class Compared(NamedTuple):
     moved: int
 
     def error(self) -> float:
-        """Return the largest distance of logits, or of a route if rounding does not explain the route."""
+        """Return the largest distance of logits, or the distance of a route that rounding does not explain."""
         return max(self.of_all, self.of_token, self.unexplained if self.unexplained > 1 else 0.0)
 
 
 @contextmanager
 def routed(model: Any) -> Iterator[list[Routed]]:
-    """Record the calls of the routers of a model's layers in order, before parallelism changes the ids. In a capture x
-    is not recorded, since the graph reuses its memory."""
+    """Record the calls of the routers of a model's layers in order, before parallelism changes the ids. In a capture, x
+    is not recorded, because the graph reuses its memory."""
     seen: list[Routed] = []
 
     def see(router: Any, inputs: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
@@ -63,8 +63,8 @@ def routed(model: Any) -> Iterator[list[Routed]]:
 
 
 class Taking(TorchFunctionMode):
-    """A mode that makes each `torch.topk`, which only routers call, return the next element of `ids`, in this thread
-    alone."""
+    """A mode in which each `torch.topk`, which only routers call, returns the next element of `ids`, on this thread
+    only."""
 
     def __init__(self, ids: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -78,15 +78,15 @@ class Taking(TorchFunctionMode):
 
 
 def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
-    """Return how wrong the choice of experts is by the float32 logits of x: the maximum over all tokens of the difference
-    between the best logit that was not chosen and the lowest chosen one, divided by the difference that rounding to
-    bf16 can cause; and the number of routes that are not among the best k. Rounding explains a value of at most 1.
+    """Return a measure of the error in the choice of experts by the float32 logits of x. The measure is the maximum
+    over all tokens of the difference between the best logit that was not chosen and the lowest chosen one, divided by
+    the difference that rounding to bf16 can cause. Also return the number of routes that are not among the best k.
+    Rounding explains a value of at most 1.
 
     Two models round each element of the router's input, and each logit, by at most 2^-9 of it, so that they differ by
-    2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. The computation
-    of x was rounded before, at other places in the two. But signs do not conspire: n roundings of each of H elements
-    make a standard deviation of 0.64 sqrt(n / H) of that bound, which leaves room for H / 10 of them at five
-    deviations.
+    2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. x itself was
+    rounded earlier, at different places in the two models. But signs do not conspire: n roundings of each of H elements
+    have a standard deviation of 0.64 sqrt(n / H) of that bound, which allows H / 10 roundings at five deviations.
     """
     weight, bias = (
         None if t is None else local_of(t).detach().float() for t in (router.weight, getattr(router, "bias", None))
@@ -120,7 +120,7 @@ def by_taken_routes(
 ) -> Compared:
     """Compare a woven model's logits `actual` with those of the original model, which uses the routes `taken`, on
     all ranks."""
-    if two_parts:  # a router routes one after the other
+    if two_parts:  # a router routes the calls one after the other
         taken = [torch.cat(pair) for pair in zip(taken[::2], taken[1::2], strict=True)]
     if taken[0].shape[0] < ids.numel():  # each rank routes its own rows
         taken = [torch.cat(world.exchange(t.cpu())).to(ids.device) for t in taken]

@@ -22,7 +22,7 @@ def matmul_all_reduce(x: torch.Tensor, *operands: Any, **options: Any) -> torch.
 
 
 def on_two_ranks(fn: Callable[[], None], store: Path) -> None:
-    """Run `fn`, a function of a module, in two processes."""
+    """Run `fn`, a function at module level, in two processes."""
     mp.spawn(_rank, (str(store), fn), nprocs=2)
 
 

@@ -32,7 +32,7 @@ def tiny_model(kind: str, dtype: torch.dtype = BF, **changes: Any) -> Any:
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() == 1:  # norms of ones and biases of zeros would hide what is left out
+            if p.dim() == 1:  # norms of ones and biases of zeros would hide an omitted norm or bias
                 p.add_(torch.randn_like(p) * 0.1)
             else:
                 p.mul_(4)  # logits that differ
@@ -80,7 +80,7 @@ def test_logits_are_the_models_own_to_rounding(kind: str, changes: dict[str, Any
 def test_residuals_held_by_rows_and_whole_give_the_same(
     monkeypatch: pytest.MonkeyPatch, plan: str, counts: bool
 ) -> None:
-    """Hidden states may be recorded, and are then whole on every rank. Calls with low-latency rows use no symmetric
+    """If hidden states are recorded, they are whole on every rank. Calls with low-latency rows allocate no symmetric
     memory for their operands and results."""
 
     def main(world: weft.World) -> list[Any]:
@@ -102,7 +102,8 @@ def test_residuals_held_by_rows_and_whole_give_the_same(
 @covered("Llama", covering="[Qwen2]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
 def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense layers, which no pass shards by itself, process 9 tokens, which two ranks share unevenly, and 18."""
+    """Dense layers, which no pass shards on its own, process 9 tokens, which two ranks share unevenly, and 18
+    tokens."""
     monkeypatch.setattr("weft.integrations.transformers.forwards.SHARDED_FROM", 2)
 
     def main(world: weft.World) -> list[torch.Tensor]:
@@ -124,7 +125,7 @@ def test_sharded_tokens_give_what_replicated_ones_give(kind: str, monkeypatch: p
 @covered("Qwen3", covering="[Llama]")
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_two_parts_match_one_part(kind: str) -> None:
-    """The caller's stream is ordered with the second one: a read that is too early is a race."""
+    """The caller's stream is ordered with the second stream: a read that is too early is a race."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         model, options = tiny_model(kind), dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS))
@@ -194,7 +195,7 @@ def test_generate_gives_the_models_own_tokens(static: bool) -> None:
 
 
 def test_ranks_draw_the_same_tokens() -> None:
-    """All ranks draw the first rank's tokens, though each has its own generator; beams agree too."""
+    """All ranks draw the first rank's tokens, although each rank has a separate generator; beams agree too."""
 
     def main(world: weft.World) -> list[Any]:
         model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
@@ -211,7 +212,8 @@ def test_ranks_draw_the_same_tokens() -> None:
 
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 def test_a_cache_of_other_heads_is_refused(kind: str) -> None:
-    """Prompts cached by the original model, prefix tuning, and a cache that is allocated early contain all heads."""
+    """In three cases caches contain all heads: the original model cached the prompts, prefix tuning is used, or a cache
+    is allocated early."""
     changes = dict(num_local_experts=4) if kind == "Mixtral" else {}
 
     def main(world: weft.World) -> None:
@@ -246,7 +248,7 @@ def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
 
 
 def test_continuous_batching_on_an_emulated_rank_names_alternatives() -> None:
-    """The thread of continuous batching would only log the error, and return empty lists."""
+    """The thread of continuous batching would only log the error and return empty lists."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(tiny_model("Llama", num_hidden_layers=1), world)
@@ -286,7 +288,7 @@ def test_unweave_puts_everything_back() -> None:
 
 
 class Linear(torch.nn.Linear):
-    """A linear with torch's name, like peft's Linear."""
+    """A linear layer whose class has the name of torch's, like peft's Linear."""
 
 
 def test_what_cannot_be_woven_is_named() -> None:
@@ -336,7 +338,7 @@ def test_the_example_runs_emulated() -> None:
 
 
 def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers makes a mask during the capture of a CUDA graph; only padding needs one."""
+    """Transformers creates a mask during the capture of a CUDA graph, although only padding needs a mask."""
     modeling = transformers.models.llama.modeling_llama
     own_mask = modeling.create_causal_mask
 
@@ -365,7 +367,7 @@ def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.
 
 
 def test_tokens_keep_their_bits_in_another_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence runs alone and among others; eager attention computes each sequence by itself. A library would split K
+    """A sequence runs alone and in a batch; eager attention computes each sequence separately. A library would split K
     if there were few rows."""
     linear = torch.nn.functional.linear
 

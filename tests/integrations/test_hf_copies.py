@@ -1,4 +1,4 @@
-"""Deep copies of woven models (`weft.hf`), as averaged and reference models need: each copy computes with its own
+"""Deep copies of woven models (`weft.hf`), which averaged and reference models need: each copy computes with its own
 parameters."""
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def logits_of(model: nn.Module) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Qwen3Moe", "GptOss"])
 def test_a_copy_and_its_original_compute_each_with_its_own_parameters(kind: str) -> None:
-    """The bits equal those of models that have the parameters from the start; this includes a copy that never ran,
-    and its copy."""
+    """The bits equal those of models that have the parameters from the start; this includes a copy that never ran, and
+    a copy of that copy."""
 
     def main(world: weft.World) -> None:
         model = hf.weave(small(kind), world)

@@ -1,5 +1,5 @@
-"""Modules that differ from Transformers' own (`weft.hf`): a woven model refuses, by name, those that it would leave
-out."""
+"""Modules that differ from Transformers' own (`weft.hf`): a woven model refuses, by name, the modules that it would
+omit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def doubled(module: nn.Module, args: Any) -> Any:
 
 
 class LlamaMLP(llama.LlamaMLP):
-    """A module with the name of the model's own."""
+    """A module with the same name as the model's own module."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
@@ -116,7 +116,7 @@ def test_later_changes_are_refused_at_the_next_pass() -> None:
 
 
 def test_hooks_on_called_modules_are_kept() -> None:
-    """Hooks have the same effect on modules that a woven model calls as the original model does."""
+    """Hooks have the same effect on the modules that a woven model calls as in the original model."""
 
     def thrice(module: nn.Module, args: Any, out: torch.Tensor) -> torch.Tensor:
         return out * 3

@@ -59,7 +59,7 @@ def check_logits(kind: str, logits: list[torch.Tensor], **changes: Any) -> None:
 
 
 def beside_the_model(kind: str, two_parts: int | None = None, **changes: Any) -> Compared:
-    """Compare a woven model with the original one on 21 tokens, held by rows or run in two parts."""
+    """Compare a woven model with the original model on 21 tokens, which are sharded by rows or run in two parts."""
     ids = torch.randint(1, 90, (1, 21), generator=torch.Generator().manual_seed(4))
 
     def main(world: weft.World) -> Compared:
@@ -81,7 +81,7 @@ def test_tokens_are_close_by_the_used_experts_which_are_near_ties(kind: str, two
 
 @pytest.mark.parametrize("wrong", ["expert", "weight"])
 def test_a_token_at_a_wrong_expert_is_detected(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One token has a different second expert, which the original model's forward pass then uses too; or a different
+    """One token has a different second expert, which the original model's forward pass then uses too, or a different
     weight."""
 
     def routes(logits: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,8 +101,8 @@ def test_a_token_at_a_wrong_expert_is_detected(wrong: str, monkeypatch: pytest.M
 
 
 def test_used_routes_distinguish_a_near_tie_from_stale_memory() -> None:
-    """With the routes that were used, logits are close even if a route is not the model's own; logits of different
-    tokens are far off, and so is a route to the worst expert."""
+    """With the routes that were used, logits are close even if a route differs from the model's own. Logits of
+    different tokens are far off, and so is a route to the worst expert."""
 
     def main(world: weft.World) -> list[float]:
         model, ids = tiny_mixture("Mixtral", num_hidden_layers=1), IDS[:1]
@@ -163,9 +163,9 @@ def test_dense_layers_and_recorded_states(monkeypatch: pytest.MonkeyPatch) -> No
 @covered("Mixtral-False", covering="[GptOss-False]")
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt is computed by rows, and all ranks compute the later tokens."""
+    """The ranks share the prompt by rows, and all ranks compute the later tokens."""
     monkeypatch.setattr(forwards, "SHARDED_FROM", 8)
-    ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
+    ids = IDS[1:] if kind == "GptOss" else IDS  # the two best tokens of its first row are within rounding
     cache_options = dict(cache_implementation="static") if static else {}
     wanted = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids), **cache_options)
     layers = 2 if kind == "GptOss" else 1  # one of each kind of attention
@@ -215,8 +215,8 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_under_transformers_own_parallelism(kind: str) -> None:
-    """With `experts_implementation="weft"`, each of two ranks has half of the experts, numbered from 0; the next number
-    stands for all experts of the other rank, as in Transformers' router."""
+    """With `experts_implementation="weft"`, each of two ranks holds half of the experts, numbered from 0. The next
+    number represents all experts of the other rank, as in Transformers' router."""
     from transformers.integrations.moe import ExpertsInterface
 
     def main(world: weft.World) -> None:
@@ -256,7 +256,7 @@ WRITES = {
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
 def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None:
-    """This holds for each of their tensors, even if the allocator places a new one at an old one's address."""
+    """This holds for each of their tensors, even if the allocator places a new tensor at the address of an old one."""
 
     def main(world: weft.World) -> None:
         experts = tiny_mixture(kind).model.layers[0].mlp.experts
@@ -329,8 +329,9 @@ def test_experts_that_transformers_has_split_already() -> None:
 @pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
 def test_two_parts_match_one_part(kind: str, ranks: int) -> None:
-    """The experts of 18 tokens run in two parts, one part's under the other's norm: a read that is too early is a race.
-    A dense layer may come between two such layers, and a pass that records router logits runs in one part."""
+    """The experts of 18 tokens run in two parts, and one part's experts run during the other's norm: a read that is too
+    early is a race. A dense layer may be between two such layers, and a pass that records router logits runs in one
+    part."""
     changes = dict(mlp_only_layers=[0], intermediate_size=96) if kind == "Qwen3Moe" else {}
     if ranks == 4:
         changes |= dict(num_key_value_heads=4) | (dict(num_experts=8) if kind == "Qwen3Moe" else {})

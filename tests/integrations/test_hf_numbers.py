@@ -1,4 +1,4 @@
-"""Woven models (`weft.hf`) in which a number changes after weaving: each change is followed, or refused by name."""
+"""A number changes after a model is woven (`weft.hf`). The woven model follows each change or refuses it by name."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refuses(error: torch.Tensor | Exception, change: Change) -> bool:
 
 
 def wrong(plain: torch.Tensor | Exception, woven: torch.Tensor | Exception, changes: list[Change]) -> str | None:
-    """Return what is wrong with the result of a woven model, or None."""
+    """Return a description of the fault in a woven model's result, or None."""
     if isinstance(woven, Exception):
         refused = isinstance(plain, Exception) or any(change.name in str(woven) for change in changes)
         return None if refused else f"{changes}: {woven!r}"
@@ -89,8 +89,9 @@ def world() -> Iterator[weft.World]:
 
 @pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
 def test_every_number_is_followed_or_refused_by_name(kind: str, world: weft.World) -> None:
-    """The test changes each number that the original model reads separately, and all other numbers together. Numbers
-    that a woven model refuses, and numbers that switch training on, which make its draws random, also change separately."""
+    """The test changes each number that the original model reads, first separately and then together with all other
+    numbers. Numbers that a woven model refuses, and numbers that enable training, whose draws are random, also change
+    separately."""
     make = tiny_model if kind in KINDS else tiny_mixture
     plain, woven = (make(kind, **CHANGES.get(kind, {})) for _ in range(2))
     hf.weave(woven, world)

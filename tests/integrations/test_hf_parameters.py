@@ -1,4 +1,4 @@
-"""A woven model (`weft.hf`) whose parameters are written, in each of the usual ways, computes with the new
+"""After its parameters are written in any of the usual ways, a woven model (`weft.hf`) computes with the new
 parameters."""
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def write_data(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def merge(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Merge adapters: add the product to `data`, and set it."""
+    """Merge adapters: add the product to `data`, and assign the result."""
     for name, p in model.named_parameters():
         p.data *= 0
         p.data += state[name]
@@ -75,8 +75,7 @@ def set_data(model: Any, state: dict[str, torch.Tensor]) -> None:
 
 
 def put_others(model: Any, state: dict[str, torch.Tensor]) -> None:
-    """Replace parameters as FSDP does: a module gets a new parameter, at an address that an earlier one may have
-    had."""
+    """Replace parameters as FSDP does: a module receives a new parameter, possibly at the address of an earlier one."""
     for name in dict(model.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         module = model.get_submodule(owner)
@@ -93,8 +92,8 @@ WAYS: tuple[Callable[[Any, dict[str, torch.Tensor]], None], ...] = (
 @covered("Qwen3-2", covering="[Llama-2]")
 @pytest.mark.parametrize(("kind", "ranks"), [("Llama", 2), ("Qwen2", 1), ("Qwen3", 2), ("Qwen3Moe", 2), ("GptOss", 2)])
 def test_written_parameters_are_used(kind: str, ranks: int) -> None:
-    """Whole models, whose parameters are views on several ranks and in a stack on a single rank, give the bits of a
-    model that is woven with the new parameters. Two ways to write alternate."""
+    """Whole models give the same bits as a model that is woven with the new parameters. The models' parameters are
+    views on several ranks, and parts of a stack on a single rank. Two ways to write alternate."""
     states = [other_parameters(kind), small(kind).state_dict()]
 
     def main(world: weft.World) -> None:
@@ -185,7 +184,8 @@ def test_registered_experts_follow_every_tensor_of_the_module(kind: str) -> None
 
 
 def test_registered_experts_of_emulated_ranks_are_each_ranks_own() -> None:
-    """In the original forward pass each rank has half of the experts, and the sum of both is the whole."""
+    """In the original forward pass each rank holds half of the experts, and the sum of both halves is the whole
+    result."""
 
     def main(world: weft.World) -> None:
         hf.register_experts(world)
@@ -256,7 +256,7 @@ def split_linear(mesh: DeviceMesh, columns: int, dim: int = 0) -> nn.Linear:
 
 
 def test_linears_that_are_split_are_views_of_one_stack(mesh: DeviceMesh) -> None:
-    """Every way to write reaches the stack, which needs no memory in addition to the parameters."""
+    """Every way to write a parameter updates the stack, which needs no memory in addition to the parameters."""
     world: Any = SimpleNamespace(
         size=2, rank=0, batch_invariant=False, backend=SimpleNamespace(capturing=lambda: False)
     )

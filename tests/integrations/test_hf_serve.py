@@ -1,4 +1,4 @@
-"""Transformers' continuous batching with weft's attention, woven or unwoven, gives the tokens of generate."""
+"""Transformers' continuous batching with weft's attention, woven or unwoven, generates the same tokens as generate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _page() -> str:
 
 
 def alone(model: Any) -> list[list[int]]:
-    """Return what generate gives, request by request."""
+    """Return the result of generate for each request separately."""
     prompts = [torch.tensor([prompt]) for prompt in PROMPTS]
     wanted = dict(max_new_tokens=6, do_sample=False, eos_token_id=95, pad_token_id=0)
     generated = [
@@ -52,7 +52,8 @@ def tokens_of(outputs: dict[str, Any]) -> list[list[int]]:
 
 
 def check_alike(actual: list[list[int]], kind: str) -> None:
-    """In bfloat16 and woven, either of two tokens is right if the model's two best logits are equal to rounding."""
+    """In a woven bfloat16 model, either of two tokens is right if the model's two best logits are equal up to
+    rounding."""
     model = tiny_model(kind)
     for prompt, tokens, expected in zip(PROMPTS, actual, alone(model), strict=True):
         assert len(tokens) == len(expected)
@@ -61,12 +62,12 @@ def check_alike(actual: list[list[int]], kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "changes"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
 def test_requests_served_together_match_single_ones(kind: str, changes: dict[str, Any]) -> None:
-    """Prompts run in chunks too: twelve tokens per step are fewer than a prompt has."""
+    """Prompts run in chunks too: twelve tokens per step are fewer than the tokens of a prompt."""
     model = tiny_model(kind, torch.float32, **changes)
     assert served(hf.paged(model)) == alone(tiny_model(kind, torch.float32, **changes))
 
 
-# Since Transformers 5.24 the loop is told whether its caller is in inference mode.
+# Since Transformers 5.24 an argument of the loop states whether its caller is in inference mode.
 TAKES_MODE = (
     "use_inference_mode"
     in inspect.signature(transformers.generation.ContinuousBatchingManager._run_generation_loop).parameters

@@ -1,4 +1,4 @@
-"""Transformers' own tensor parallelism with weft in it, on two gloo ranks: `weft.hf.styles`, and serving of woven
+"""Transformers' own tensor parallelism with weft's operators, on two gloo ranks: `weft.hf.styles`, and serving of woven
 models."""
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def woven_and_served() -> None:
 
 
 def tokens_of_one_rank() -> None:
-    """Make the check that GPUs must pass, with fewer columns and steps."""
+    """Run the check that GPUs must pass, with fewer columns and steps."""
     small_sizes = dict(hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     with mock.patch.dict(gpu_hf.SIZES, small_sizes):
         assert gpu_hf.forced(weft.init(), "Llama", steps=16) == 0.0

@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
-        count = RANKS * tokens[:, 1:].numel()  # of all ranks, so that gradients are sums
+        count = RANKS * tokens[:, 1:].numel()  # of all ranks, because gradients are sums
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / count
 
 
@@ -83,7 +83,7 @@ def over_gloo(rank: int, store: str) -> None:
     (code,) = re.findall(r"<!-- FSDP2 -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
     exec(code, dict(model=model, mesh=init_device_mesh("cpu", (RANKS,))))
     for part in (*model.blocks, model):
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no sum with factors
     sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
     whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     assert {name.rpartition(".")[2] for name in whole} == {"w13", "w2"} and "blocks.0.experts.router" in sharded
@@ -97,5 +97,5 @@ def over_gloo(rank: int, store: str) -> None:
 
 
 def test_experts_beside_fully_shard_over_gloo(tmp_path: Path) -> None:
-    """The code on the page gives the losses and parameters of training without FSDP."""
+    """The code on the page gives the same losses and parameters as training without FSDP."""
     mp.spawn(over_gloo, (str(tmp_path / "store"),), nprocs=RANKS)

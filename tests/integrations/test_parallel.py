@@ -1,5 +1,5 @@
-"""`weft.parallel`: torch's tensor-parallel styles with weft's ops, on emulated ranks, and over gloo against torch's
-own."""
+"""`weft.parallel` implements torch's tensor-parallel styles with weft's ops. The tests run on emulated ranks, and over
+gloo against torch's own styles."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def plan(styles: Any, dim: int, reduce: bool = True) -> dict[str, Any]:
 # -- on emulated ranks -------------------------------------------------------------------------------------------------
 @pytest.fixture
 def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
-    """Return a mesh of two ranks for torch, while ops run on the emulated World of the thread."""
+    """Return a mesh of two ranks for torch, while ops run on the emulated World of the current thread."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -76,7 +76,7 @@ thread_local = threading.local()
 
 
 def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any]) -> nn.Module:
-    """Apply the styles, and replace every parameter by this rank's part, since the fake ranks are all rank 0."""
+    """Apply the styles, and replace every parameter by this rank's shard, because all fake ranks are rank 0."""
     full = {name: p.detach().clone() for name, p in block.named_parameters()}
     for one in styles.values():
         one.src_data_rank = None
@@ -92,7 +92,7 @@ def split(block: nn.Module, mesh: DeviceMesh, rank: int, styles: dict[str, Any])
 
 
 def gradients(block: nn.Module, rank: int, sums: bool) -> dict[str, torch.Tensor]:
-    """Return the local gradients of a split module's parameters, or the same parts of a whole module's gradients."""
+    """Return the local gradients of a split module's parameters, or the same shards of a whole module's gradients."""
     gradients_by_name = {}
     for name, p in block.named_parameters():
         grad = p.grad
@@ -120,7 +120,7 @@ def test_a_block_and_its_gradients(mesh: DeviceMesh, dim: int, amp: bool, monkey
     )
 
     def summed_over(world: weft.World) -> None:
-        """Sum the norm's gradients over the emulated ranks, since torch has one rank here."""
+        """Sum the norm's gradients over the emulated ranks, because torch has only one rank here."""
         monkeypatch.setattr(
             parallel.dist, "all_reduce", lambda t, group: t.copy_(sum(thread_local.world.exchange(t.clone())))
         )
@@ -171,7 +171,7 @@ def test_a_gather_is_shared_within_one_pass(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("write", ["in place", "by out="])
 def test_a_gather_of_a_written_tensor_is_not_shared(mesh: DeviceMesh, write: str) -> None:
-    """A second module that reads the tensor for the first time does not share the gather either."""
+    """If a second module reads the tensor for the first time, it does not share the gather either."""
 
     def main(world: weft.World) -> None:
         thread_local.world = world
@@ -282,7 +282,7 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize(("dtype", "served"), [(BF, "by weft"), (torch.float32, "torch's own: of float32")])
 def test_a_deep_copy_computes_with_its_own_parameters(one_rank: DeviceMesh, dtype: torch.dtype, served: str) -> None:
-    """A pickle would lose the style, and is refused."""
+    """A pickled model would lose the style, so pickling is refused."""
     block = parallelize_module(whole(dtype), one_rank, plan(parallel, 1))
     twin, x = copy.deepcopy(block), torch.randn(B, S, H).to(dtype)
     with torch.no_grad():
@@ -299,8 +299,8 @@ def test_a_deep_copy_computes_with_its_own_parameters(one_rank: DeviceMesh, dtyp
 
 
 def over_gloo(rank: int, store: str) -> None:
-    """Train three steps from the same state dict: weft's ops in bfloat16 equal torch's own to rounding; what weft
-    does not compute, in float32, is equal to the bit."""
+    """Train three steps from the same state dict. weft's ops in bfloat16 equal torch's own up to rounding; the float32
+    operations that weft does not compute are equal bit for bit."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))

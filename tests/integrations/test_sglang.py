@@ -1,5 +1,5 @@
-"""The SGLang plugin: on a module with SGLang's own names, with stand-ins for its imports; and, where SGLANG_WHEEL
-names a folder of its Python files, on that module itself."""
+"""The SGLang plugin is tested on a module with SGLang's own names, with stand-ins for its imports. If SGLANG_WHEEL
+names a folder with SGLang's Python files, the plugin is tested on SGLang's own module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Unquantized:
 
 
 def packages() -> dict[str, ModuleType]:
-    """Provide the imports of layernorm_sp, as far as a call of a linear needs them."""
+    """Provide the imports of layernorm_sp that a call of a linear needs."""
     call_context: dict[str, Any] = {}
     context = dict(
         get_flags=lambda: SimpleNamespace(sp=SimpleNamespace(enabled=True)),
@@ -114,7 +114,7 @@ def test_a_layers_seams_are_served(seams: ModuleType) -> None:
         sys.modules["sglang.srt.runtime_context"].call_context["group"] = group  # type: ignore[attr-defined]
         return gathered, seams.row_parallel_gbar_matmul(linear(v[world.rank]), y[world.rank], None)
 
-    # One after the other: the context is the process's, and both ranks are in it.
+    # The ranks run one after the other, because the context belongs to the process, which contains both ranks.
     results = weft.spmd(main, 2, backend="emulated")
     full = x.flatten(0, 1).float()
     reduced = sum(y[r].float() @ v[r].float().t() for r in range(2)).chunk(2)  # type: ignore[union-attr]
@@ -137,8 +137,8 @@ def test_dense_architectures_are_taken(seams: ModuleType, caplog: pytest.LogCapt
 def test_sglang_starts_without_the_plugin(
     seams: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the plugin disabled, a torch without the operators, a function with other parameters, or no such module,
-    SGLang's permissions stay as they were."""
+    """SGLang's permissions do not change if the plugin is disabled, torch lacks the operators, a function has different
+    parameters, or the module does not exist."""
     before = seams.SP_SUPPORTED_ARCHITECTURES
     for value in ("0", "off"):
         monkeypatch.setenv(sglang.WEFT_SGLANG, value)

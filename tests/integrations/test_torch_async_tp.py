@@ -1,4 +1,4 @@
-"""weft serves torch's fused operators: torch.ops.symm_mem is called on emulated ranks and over gloo."""
+"""weft serves torch's fused operators. The tests call torch.ops.symm_mem on emulated ranks and over gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from weft.integrations.torch_async_tp import (
 from weft.scaled_tensor import E4M3
 
 BF16 = 1e-2
-LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  # shape of a rank's part, dimension
+LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  # shape of a rank's shard, dimension
 
 
 def weights(count: int, rank: int, transposed: bool, n: int = 24) -> list[torch.Tensor]:
@@ -144,8 +144,8 @@ def test_scaled_reduce_scatter(shape: tuple[int, ...], dim: int, rowwise: bool, 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_torchs_own_cases_in_bf16(dim: int) -> None:
-    """The sizes are those of torch's AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], with three weights;
-    along the last dimension torch's own operator runs, which raises an error without a GPU."""
+    """The sizes are those of torch's AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], with three weights.
+    Along the last dimension torch's own operator runs, which raises an error without a GPU."""
     whole, b = draw(3, 8, 64, 32), draw(4, 32, 16)
     terms = [draw(5 + rank, 8, 64, 32) for rank in range(2)]
 
@@ -263,7 +263,7 @@ def test_torchs_test_mode_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_passed_to_torch_make_no_world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's test mode uses fake process groups, of which no World can be made."""
+    """torch's test mode uses fake process groups, from which no World can be created."""
     from torch.distributed._symmetric_memory import _test_mode
 
     def refuse(group_name: str) -> weft.World:
@@ -304,7 +304,7 @@ def test_who_asks_torch_for_its_native_kernel_gets_it(takes: bool, monkeypatch: 
 
 
 def over_gloo(rank: int, store: str) -> None:
-    """CPU processes are served like GPUs; what weft does not compute reaches torch's CPU implementation."""
+    """CPU processes are served like GPUs; calls that weft does not support reach torch's CPU implementation."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     group, config = dist.group.WORLD, torch._inductor.config
     assert group is not None

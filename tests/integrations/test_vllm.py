@@ -1,5 +1,5 @@
-"""The vLLM plugin on stand-ins for vLLM's classes, in the emulator: what it finds in a model, what it replaces, that
-the model computes the same, and everything that it must leave to vLLM."""
+"""The vLLM plugin is tested on stand-ins for vLLM's classes, in the emulator: the parts that it finds and replaces in a
+model, the equality of the results, and everything that it must leave to vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODELS: dict[str, Any] = {
 
 
 class Quantized:
-    """A method of which the plugin knows only that it returns a partial sum."""
+    """A method about which the plugin knows only that it returns a partial sum."""
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = x @ layer.weight.t()
@@ -73,7 +73,7 @@ def output(model: nn.Module, tokens: int = 24) -> Any:
 def test_a_served_model_computes_what_it_did(
     modules: Any, monkeypatch: pytest.MonkeyPatch, name: str, tokens: int, form: int
 ) -> None:
-    """The model computes the same in every form that it allows; 5 and 21 tokens are padded."""
+    """The model gives the same results in every form that it allows; batches of 5 and 21 tokens are padded."""
     expected = standin.run(lambda world: output(loaded(MODELS[name]), tokens))[0]
     in_form(monkeypatch, form)
     plugin.register()
@@ -115,8 +115,8 @@ def test_the_report_says_what_is_served(modules: Any, name: str, served: list[st
 
 
 def test_sums_that_something_else_reads_stay(modules: Any) -> None:
-    """Hidden states between layers are recorded: only the sums inside a layer move to their norms, and only the form
-    with whole residuals is allowed, since others read them."""
+    """Hidden states between layers are recorded. Only the sums inside a layer move to their norms, and only the form
+    with whole residuals is allowed, because other code reads the residuals."""
     plugin.register()
 
     def main(world: weft.World) -> tuple[Any, str, Any]:
@@ -171,7 +171,7 @@ def test_experts_whose_sum_another_reader_needs_stay(modules: Any, attributes: d
 
 
 def test_experts_on_ranks_of_their_own_are_summed_by_the_norm(modules: Any) -> None:
-    """Expert parallelism uses the tensor-parallel group. Its dummy batches occur only with data parallelism."""
+    """Expert parallelism uses the tensor-parallel group. The group's dummy batches occur only with data parallelism."""
 
     class Mixture(SparseMlp):
         def __init__(self, seed: int) -> None:
@@ -286,7 +286,7 @@ def test_batch_invariance_names_what_it_leaves(
 
 
 def test_batch_invariance_refuses_passes_with_other_arguments(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes with such arguments are vLLM's own, whose rows have different bits."""
+    """vLLM itself runs passes with such arguments, and its rows have different bits."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     monkeypatch.setattr(plugin, "ARGUMENTS", plugin.ARGUMENTS - {"intermediate_tensors"})
     plugin.register()
@@ -340,7 +340,7 @@ DIFFERENCES: dict[str, Any] = {
 def test_ranks_that_hold_different_models_leave_them_to_vllm(
     modules: Any, monkeypatch: pytest.MonkeyPatch, difference: str
 ) -> None:
-    """An operator of the model on one rank would wait in vain for a rank without it."""
+    """An operator of the model on one rank would wait forever for a rank without the operator."""
     plugin.register()
     find_candidates = plugin.find_candidates
 
@@ -360,7 +360,8 @@ def test_ranks_that_hold_different_models_leave_them_to_vllm(
 
 
 def test_vllm_loads_without_the_plugin(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """vLLM is unaffected if the plugin is disabled, misses a class, finds unexpected parameters, or raises an error."""
+    """vLLM is unaffected if the plugin is disabled, does not find a class, finds unexpected parameters, or raises an
+    error."""
     load_model = standin.BaseModelLoader.load_model
     monkeypatch.setenv("WEFT_VLLM", "0")
     plugin.register()
@@ -390,7 +391,7 @@ fused_allreduce_rms_norm.__module__ = "vllm.models.common.ops.fused_allreduce_rm
 
 
 class OwnSum(DecoderLayer):
-    """A layer as in vllm/models/, which sums its attention's output itself."""
+    """A layer like those in vllm/models/, which sums its attention's output itself."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -432,7 +433,7 @@ def test_the_page_lists_the_versions() -> None:
 
 
 def test_an_untried_version_is_served_and_says_so(modules: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    """It is served as far as its classes are known, which here excludes the experts' runner."""
+    """The model is served as far as its classes are known, which here excludes the experts' runner."""
     monkeypatch.setattr(interface, "installed", lambda: "0.99.1")
     runner = modules["vllm.model_executor.layers.fused_moe.runner.moe_runner"]
     monkeypatch.delattr(runner, "MoERunner")
@@ -450,7 +451,7 @@ def test_the_plugin_is_loaded_twice_and_hooks_once(modules: Any) -> None:
     plugin.register()
     assert standin.BaseModelLoader.load_model is hooked
     standin.run(lambda world: loaded(MODELS["dense"]) and None)
-    assert standin.WorkerBase().weft_report().count("Model, 2 ranks") == 2  # both ranks are of this process
+    assert standin.WorkerBase().weft_report().count("Model, 2 ranks") == 2  # both ranks are in this process
 
 
 def test_what_cannot_be_timed_is_served_if_asked_for(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,7 +499,7 @@ def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("plan", ["auto", "own_rows", "sequence_parallel", "fused_sum", "woven"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
-    """Every form runs twice, the second time with the residual of the first run and without the second GEMM."""
+    """Every form runs twice. The second run uses the residual of the first run and omits the second GEMM."""
 
     def main(world: weft.World) -> list[torch.Tensor]:
         t = operands(world.rank, ranks)
@@ -525,9 +526,22 @@ def test_every_form_gives_the_same(plan: str, ranks: int) -> None:
             assert (actual.float() - expected).norm() < 8e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("plan", ["sequence_parallel", "fused_sum"])
+def test_a_known_call_takes_a_strided_norm(plan: str) -> None:
+    def main(world: weft.World) -> bool:
+        t = operands(world.rank)
+        dense, _ = ROW_NORM_COLUMN(world, plan, LayerTensors(**t), (1e-6,))
+        t["norm"] = torch.stack([t["norm"], t["norm"] + 1], 1)[:, 0]
+        strided, _ = ROW_NORM_COLUMN(world, plan, LayerTensors(**t), (1e-6,))
+        world.synchronize()
+        return torch.equal(dense, strided)
+
+    assert all(standin.run(main))
+
+
 @pytest.mark.parametrize("plan", ["own_rows", "sequence_parallel"])
 def test_residuals_are_held_by_rows(plan: str) -> None:
-    """Rows of the residual that a rank does not own may have any values."""
+    """Rows of the residual that a rank does not own may contain any values."""
 
     def main(world: weft.World, tokens: int) -> torch.Tensor:
         t = operands(world.rank)
@@ -541,7 +555,7 @@ def test_residuals_are_held_by_rows(plan: str) -> None:
 
 
 def test_torch_compile_follows_a_served_model(modules: Any) -> None:
-    """It compiles one graph for any number of tokens, in which no layer is named."""
+    """The compiler produces one graph for any number of tokens, and the graph names no layer."""
     plugin.register()
     graphs: list[Any] = []
 

@@ -1,6 +1,6 @@
-"""vLLM's own pass for asynchronous tensor parallelism (up to 0.31), and weft's operators where its graph calls torch's.
-The patterns come from a vLLM wheel whose Python files are in the folder VLLM_WHEEL, or else from equivalent lines in
-this file.
+"""vLLM's own pass for asynchronous tensor parallelism (up to 0.31), with weft's operators where its graph calls
+torch's. The patterns come from a vLLM wheel whose Python files are in the folder VLLM_WHEEL, or otherwise from
+equivalent lines in this file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""FlashInfer's all-reduce and norm as a form of a pass: a stand-in for its package, on CPU ranks over gloo."""
+"""FlashInfer's all-reduce and norm can be a form of a pass. The tests use a stand-in for its package on CPU ranks over
+gloo."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ TOKENS = 4  # that a workspace holds
 
 
 class Workspaces:
-    """A stand-in for the module `flashinfer.comm`, which counts its workspaces. If `error` is set, it is raised
-    instead of making one."""
+    """A stand-in for the module `flashinfer.comm`, which counts its workspaces. If `error` is set, the class raises it
+    instead of creating a workspace."""
 
     AllReduceFusionPattern = SimpleNamespace(kARResidualRMSNorm=1)
 
@@ -56,7 +57,7 @@ class Workspaces:
 def started_with(
     world: weft.World, gain: Gain, error_of: int | None = None, asked_for: bool = True, version: str | None = "1.0"
 ) -> tuple[Any, Workspaces]:
-    """Start an engine in a process of its own, in which FlashInfer of that version is installed; making a workspace
+    """Start an engine in a separate process, in which FlashInfer of that version is installed; creating a workspace
     fails on the rank `error_of`. Return the model's report, and the counts of workspaces."""
     comm = Workspaces("no memory" if world.rank == error_of else "")
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
@@ -68,20 +69,20 @@ def started_with(
         faked(monkeypatch)
         times_of(monkeypatch, gain)
         standin.enter(world)
-        world.backend.compares = False  # of every call on the host, which takes most of the time
+        world.backend.compares = False  # for every call on the host, where most of the time is spent
         worker, report = started(world, fuse_allreduce_rms=asked_for)
         return (worker, report), comm
 
 
 def chosen(op: RowNormColumn, world: weft.World, call: Any, asked: str | Plan, capturing: bool) -> Plan:
-    """Return the plan that ranks with GPUs choose."""
+    """Return the plan that ranks would choose on GPUs."""
     assert isinstance(asked, Plan)
     return asked if op.unsupported(world, call, asked, asked) is None else Sequential()
 
 
 def few_tokens(world: weft.World) -> tuple[list[Any], list[int], float, bool]:
-    """Let FlashInfer win. Return the ranges, how many workspaces were made and destroyed, how far passes differ from
-    vLLM's own, and whether requests called the kernel."""
+    """Let FlashInfer win. Return the ranges, the numbers of workspaces created and destroyed, the difference between
+    passes and vLLM's own, and whether requests called the kernel."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(RowNormColumn, "choose", chosen)
         (worker, report), comm = started_with(world, lambda tokens, form: 1.5 if isinstance(form, FlashInfer) else 0.9)
@@ -98,7 +99,7 @@ def few_tokens(world: weft.World) -> tuple[list[Any], list[int], float, bool]:
 
 
 def outcomes(world: weft.World) -> dict[str, tuple[list[Plan], list[int], str]]:
-    """Return, for each case, the forms that were compared, how many workspaces were made and destroyed, and the
+    """Return, for each case, the forms that were compared, the numbers of workspaces created and destroyed, and the
     report."""
     results = {}
     for name, options in CASES.items():
@@ -118,12 +119,12 @@ def main(world: weft.World) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def engines() -> Any:
-    """Return the results of two ranks, which are started once for all tests."""
+    """Return the results of two ranks, which start once for all tests."""
     return weft.spmd(main, 2, backend="gloo")
 
 
 def test_the_kernel_serves_the_passes_that_it_wins(engines: Any) -> None:
-    """It serves up to the tokens that its workspace holds; the model computes the same."""
+    """The form serves up to as many tokens as its workspace can hold, and the model gives the same results."""
     for ranges, workspaces, difference, called in (winning for winning, _ in engines):
         assert ranges == [(1, 1, FlashInfer(TOKENS)), (2, 4, FlashInfer(TOKENS)), (5, 8, None), (9, MOST, None)]
         assert workspaces == [1, 0] and called
@@ -131,7 +132,7 @@ def test_the_kernel_serves_the_passes_that_it_wins(engines: Any) -> None:
 
 
 def test_without_the_kernel_nothing_changes(engines: Any) -> None:
-    """A workspace that wins nowhere is freed; an error on one rank drops the form on all ranks."""
+    """A workspace that is faster for no size is freed; an error on one rank removes the form on all ranks."""
     for results in (others for _, others in engines):
         forms, workspaces, text = results["loses"]
         assert forms == [Sequential(), FlashInfer(TOKENS)] and workspaces == [1, 1] and "FlashInfer's" not in text

@@ -1,5 +1,5 @@
-"""FP8 linears in the vLLM plugin, on stand-ins for vLLM's classes, in the emulator: which of them weft's operators
-replace, that the model computes the same, and which stay vLLM's own."""
+"""FP8 linears in the vLLM plugin are tested on stand-ins for vLLM's classes, in the emulator: the linears that weft's
+operators replace, the equality of the results, and the linears that remain vLLM's own."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def model(method: Fp8LinearMethod, layer: Any = DecoderLayer) -> nn.Module:
 
 
 def served(make: Any) -> tuple[nn.Module, str]:
-    """Return the model after vLLM's loader, and the report."""
+    """Return the model that vLLM's loader returns, and the report."""
     loaded = standin.BaseModelLoader().load_model(vllm_config=standin.config(make), model_config=None)
     return loaded, plugin.models[-1].text()
 
@@ -61,7 +61,7 @@ def output(decoder: nn.Module, tokens: int = 24) -> Any:
 
 
 def in_form(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
-    """Make twins run all passes with weft's own GEMMs, by sequence parallelism, or with vLLM's."""
+    """Make twins run all passes with weft's own GEMMs, with sequence parallelism, or with vLLM's GEMMs."""
     form = ShardedTokens() if sharded else Sequential()
     monkeypatch.setattr(plugin, "untimed", lambda passes: [(1, passes.max_tokens, form)])
 
@@ -71,8 +71,9 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = DecoderLayer) -> bool:
-    """Return whether a result is as close to the 16-bit model as vLLM's, and closer to vLLM's. Other sums in
-    bfloat16, even without weft's FP8 GEMMs, change the rounding of some elements to e4m3."""
+    """Return whether a result is as close to the 16-bit model as vLLM's result, and closer to vLLM's result than to
+    that model. Different sums in bfloat16, even without weft's FP8 GEMMs, change how some elements are rounded to
+    e4m3."""
     exact = standin.run(lambda world: output(Model(layer)))[0]
     return error(actual, exact) < 1.1 * error(expected, exact) and error(actual, expected) < 0.6 * error(
         expected, exact
@@ -83,7 +84,7 @@ def no_further(actual: torch.Tensor, expected: torch.Tensor, layer: Any = Decode
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, method: str, sharded: bool) -> None:
-    """The model runs vLLM's products, or weft's, which overlap, for numbers of tokens that ranks hold by rows."""
+    """The model runs vLLM's GEMMs or, for numbers of tokens that ranks share by rows, weft's overlapped GEMMs."""
     expected = standin.run(lambda world: output(model(METHODS[method]())))[0]
     in_form(monkeypatch, sharded)
     plugin.register()
@@ -101,7 +102,7 @@ def test_a_served_model_computes_what_it_did(monkeypatch: pytest.MonkeyPatch, me
 
 
 def negate_in_place(linear: Any) -> None:
-    """Negate weights as vLLM writes reloaded ones, which leaves the parameter's version unchanged."""
+    """Negate weights as vLLM writes reloaded weights, which leaves the parameter's version unchanged."""
     version = linear.weight_scale._version
     linear.weight_scale.data.copy_(-linear.weight_scale)
     assert linear.weight_scale._version == version
@@ -272,7 +273,7 @@ def test_unsupported_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class OtherRounding(CompressedTensorsLinearMethod):
-    """A method that quantises x with a single scale on the ranks `on`."""
+    """A method that quantises x with a single scale on the ranks in `on`."""
 
     def __init__(self, *on: int) -> None:
         super().__init__()
@@ -285,7 +286,7 @@ class OtherRounding(CompressedTensorsLinearMethod):
 
 @pytest.mark.parametrize("on", [(0, 1), (1,)])
 def test_another_product_stays_vllms(monkeypatch: pytest.MonkeyPatch, on: tuple[int, ...]) -> None:
-    """If the product differs on any rank, it stays vLLM's on every rank."""
+    """If the result differs on any rank, every rank keeps vLLM's GEMM."""
     monkeypatch.setattr(sys.modules[FP8_PLACE], "Fp8LinearMethod", OtherRounding)
     plugin.register()
 
@@ -336,7 +337,7 @@ def weight(seed: int, n: int, k: int, recipe: str) -> tuple[torch.Tensor, torch.
 
 
 def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) -> torch.Tensor:
-    """Return the float64 product of x, quantised by the recipe, or by row for a weight with a single scale."""
+    """Return the float64 product of x, quantised by the recipe, or by row if the weight has a single scale."""
     x8, x_scale = scaled(x, "row" if recipe == "tensor" else recipe)
     return wanted(x8, w[0], x_scale, w[1], recipe)
 
@@ -344,7 +345,7 @@ def product(x: torch.Tensor, w: tuple[torch.Tensor, torch.Tensor], recipe: str) 
 @pytest.mark.parametrize("plan", ["sequential", "own_rows", "sequence_parallel", "fused_sum", "woven"])
 @pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
 def test_every_form_gives_the_same(plan: str, recipe: str) -> None:
-    """The products are weft's own, since no linear of vLLM has these weights."""
+    """The test uses weft's own GEMMs, because no linear layer of vLLM has such weights."""
     h = 256
     rows, columns = [[weight(seed + r, n, k, recipe) for r in range(2)] for seed, n, k in ((10, h, K), (20, N, h))]
     xs, residual, norm = [drawn(30 + r, M, K) for r in range(2)], drawn(40, M, h), 1 + drawn(41, h)
@@ -420,7 +421,8 @@ class Returning:
 
 
 def test_torch_compile_follows_a_served_model() -> None:
-    """It compiles one graph for any number of tokens, which stays valid after vLLM has reloaded weights in place."""
+    """The compiler produces one graph for any number of tokens, which stays valid after vLLM has reloaded weights in
+    place."""
     plugin.register()
 
     def main(world: weft.World) -> list[torch.Tensor]:

@@ -1,5 +1,5 @@
-"""The start of an engine: it compares whole passes with and without weft, and removes what wins nowhere; nothing is
-made during requests. Stand-ins replace vLLM's classes, in the emulator, and times come from a table."""
+"""At its start, an engine compares whole passes with and without weft, and removes the forms that are never faster; it
+creates nothing during requests. Stand-ins replace vLLM's classes, in the emulator, and times come from a table."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import timeit
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import torch
 import tests.integrations.vllm_standin as standin
 import weft
 from tests.integrations.vllm_standin import DecoderLayer, Model, SparseMlp, Worker
+from weft import chooser
 from weft.chooser import Choice, Chooser
 from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
@@ -30,7 +32,7 @@ from weft.timing import CallTime
 
 STORED_AT = compare.stored_at
 MOST, CAPTURED = 12, (1, 2, 4)
-Gain = Callable[[int, Plan], float]  # of a form over vLLM's own pass, by the number of tokens
+Gain = Callable[[int, Plan], float]  # for a form compared with vLLM's own pass, by the number of tokens
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +44,15 @@ def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the plugin, for engines whose graphs are passes."""
+    """Register the plugin for engines whose graphs are passes."""
     monkeypatch.setattr(plugin, "one_trial_per_power_of_two", lambda: None)
-    monkeypatch.setattr(compare, "PASS_ROUNDS", 1)
+    monkeypatch.setattr(chooser, "ROUNDS", 1)
     monkeypatch.setattr(compare, "captured", lambda passes, one_pass: SimpleNamespace(replay=one_pass))
     plugin.register()
 
 
 def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str]]:
-    """Give passes times that result in these gains. Return the list to which each timed pass is added."""
+    """Assign times to passes that result in these gains. Return the list to which each timed pass is added."""
     timed: list[tuple[int, str]] = []
 
     def time(self: Chooser, choice: Choice[Any], way: Any, *_: Any) -> CallTime:
@@ -64,9 +66,9 @@ def times_of(monkeypatch: pytest.MonkeyPatch, gain: Gain) -> list[tuple[int, str
 
 
 def engine(world: weft.World, **passes: bool) -> Worker:
-    """Return the worker of a model on a rank whose times count. `passes` are those of vLLM's compiler."""
+    """Return the worker of a model on a rank whose times count. `passes` are the passes of vLLM's compiler."""
     world.backend.clock = lambda *_: pytest.fail("really timed")  # type: ignore[method-assign,assignment]
-    world.backend.reference = True  # ops run by library calls, since what they compute is tested elsewhere
+    world.backend.reference = True  # ops run through cuBLAS and NCCL, because their results are tested elsewhere
     compilation = SimpleNamespace(
         pass_config=SimpleNamespace(**passes),
         cudagraph_mode=SimpleNamespace(name="FULL_AND_PIECEWISE"),
@@ -94,8 +96,8 @@ def served_tokens(passes: Passes | None) -> list[int]:
 
 
 def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes with sharded rows win from 5 tokens on; passes with whole residuals win only up to 11 tokens, that is, at
-    one end of their range."""
+    """Passes with sharded rows are faster from 5 tokens on. Passes with whole residuals are faster only up to 11
+    tokens, that is, at one end of their range."""
     times_of(monkeypatch, lambda tokens, form: {Sequential(): 1.2 if tokens < 12 else 0.9, OwnRows(): 1.1}.get(form, 0.5) if tokens > 4 else 1.0)  # fmt: skip
 
     def main(world: weft.World) -> tuple[Any, list[int], dict[int, Plan], list[str]]:
@@ -114,11 +116,11 @@ def test_weft_runs_where_it_wins_at_both_ends(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_form_that_is_far_slower_is_hardly_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a form is timed twice at the highest number of tokens, and at lower numbers only if they are captured.
-    vLLM's own pass is timed to the end even where it is far slower."""
+    """A form that is far slower is timed twice at the highest number of tokens, and at lower numbers only if they are
+    captured. vLLM's own pass is timed to the end even if it is far slower."""
     gains = {Sequential(): 1.5, OwnRows(): 0.7, PASS_FORMS[2]: 1.3}
     timed = times_of(monkeypatch, lambda tokens, form: 1.1 if tokens <= 4 else gains.get(form, 1.2))
-    monkeypatch.setattr(compare, "PASS_ROUNDS", 3)
+    monkeypatch.setattr(chooser, "ROUNDS", 3)
 
     def main(world: weft.World) -> list[tuple[int, int, Plan | None]]:
         ranges = started(world)[1].ranges
@@ -147,8 +149,23 @@ def test_a_form_whose_first_passes_alone_are_slow_is_timed(monkeypatch: pytest.M
     assert all(forms == [Sequential()] * 4 for forms in standin.run(main))
 
 
+def test_a_range_of_one_size_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forms are faster only in the first trial of 1 and of 4 tokens, which has two samples of each form."""
+    times_of(monkeypatch, lambda tokens, form: 1.2 if tokens in (1, 4) and samples(tokens, form) <= 2 else 1.0)
+
+    def samples(tokens: int, form: Plan) -> int:
+        seen = standin.current_world().cached("samples", Counter)
+        seen[tokens, form] += 1
+        return int(seen[tokens, form])
+
+    def main(world: weft.World) -> list[Plan | None]:
+        return [compared.form for compared in started(world)[1].ranges or ()]
+
+    assert all(set(forms) == {None} for forms in standin.run(main))
+
+
 def test_ranges_are_divided_down_to_eighths() -> None:
-    """With the sizes that vLLM captures, a form that wins only from 481 to 512 tokens is found."""
+    """Among the sizes that vLLM captures, the comparison finds a form that is faster only from 481 to 512 tokens."""
     captured = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     spans = {span.high: span for span in compare.spans(SimpleNamespace(captured=captured, max_tokens=4096))}  # type: ignore[arg-type]
     assert spans[512] == (512, ((257, 272), (385, 400), (449, 464), (481, 496)), "graph")
@@ -157,7 +174,7 @@ def test_ranges_are_divided_down_to_eighths() -> None:
 
 @pytest.mark.parametrize("experts", [False, True])
 def test_experts_are_served_if_asked_for(monkeypatch: pytest.MonkeyPatch, experts: bool) -> None:
-    """Dense models are served by themselves."""
+    """Dense models are served without any setting."""
     monkeypatch.delenv("WEFT_VLLM")
     times_of(monkeypatch, lambda tokens, form: 2.0)
     layer = functools.partial(DecoderLayer, mlp=SparseMlp) if experts else DecoderLayer
@@ -174,7 +191,7 @@ def test_experts_are_served_if_asked_for(monkeypatch: pytest.MonkeyPatch, expert
 
 @pytest.mark.parametrize("slow", [0, 8])
 def test_batch_invariance_needs_all_ranges(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
-    """Rows have different bits in vLLM's own pass, and in every form except the sequential one."""
+    """Rows have different bits in vLLM's own pass and in every form except the sequential one."""
     times_of(monkeypatch, lambda tokens, form: 1.0 if tokens == slow else 2.0 if form == OwnRows() else 1.5)
 
     def main(world: weft.World) -> tuple[list[Plan | None], str]:
@@ -191,7 +208,7 @@ def test_batch_invariance_needs_all_ranges(monkeypatch: pytest.MonkeyPatch, slow
 
 @pytest.mark.parametrize("gain", [0.7, 0.9, 1.0, 1.009])
 def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
-    """The model is as if weft were not installed, except for the report, which has the figures."""
+    """The model is as if weft were not installed, except for the report, which contains the figures."""
     times_of(monkeypatch, lambda tokens, form: gain)
 
     def main(world: weft.World) -> tuple[set[str], bool, str]:
@@ -208,7 +225,7 @@ def test_a_model_in_which_weft_wins_nowhere_is_vllms(monkeypatch: pytest.MonkeyP
 
 
 def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs vLLM's own forward, and the twin is not called."""
+    """The model runs vLLM's own forward, and the twin is not called."""
     times_of(monkeypatch, lambda tokens, form: 2.0 if tokens > 8 else 0.5)
 
     def main(world: weft.World) -> list[str]:
@@ -234,8 +251,7 @@ def test_a_losing_pass_sees_one_look_up(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These are passes without tokens, with more than max_num_batched_tokens, or with another pipeline stage's
-    tensors."""
+    """The passes have no tokens, more than max_num_batched_tokens tokens, or tensors of another pipeline stage."""
     times_of(monkeypatch, lambda tokens, form: 2.0)
 
     def main(world: weft.World) -> list[bool]:
@@ -277,7 +293,7 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
     ],
 )  # fmt: skip
 def test_another_option_is_compared_again(option: str, value: Any) -> None:
-    """The name of the file with the times includes everything on which an engine's passes depend."""
+    """The name of the file with the times contains everything on which an engine's passes depend."""
 
     def main(world: weft.World) -> int:
         config = engine(world, fuse_allreduce_rms=False).vllm_config
@@ -290,7 +306,7 @@ def test_another_option_is_compared_again(option: str, value: Any) -> None:
 
 
 def test_padding_has_no_slots_in_the_cache() -> None:
-    """vLLM pads too, and some kernels write a slot for each token; afterwards the pass has its own slots again."""
+    """vLLM pads too, and some kernels write a slot for each token. Afterwards the pass uses its own slots again."""
     slots, padding = torch.tensor([7, 9]), torch.tensor([False, False])
     own_slots = {"layer 0": slots, "layer 1": slots}
     context = SimpleNamespace(slot_mapping=own_slots, is_padding=padding)
@@ -303,13 +319,13 @@ def test_padding_has_no_slots_in_the_cache() -> None:
 
 
 def requests(world: weft.World, count: int) -> tuple[str, int]:
-    """Start an engine in a process of its own, and run this many passes of random sizes."""
+    """Start an engine in a separate process, and run this many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
         faked(monkeypatch)
         times_of(monkeypatch, lambda tokens, form: 2.0)
         standin.enter(world)
         worker, report = started(world)
-        world.backend.compares = False  # of every call on the host, which takes most of the time
+        world.backend.compares = False  # for every call on the host, where most of the time is spent
         before, draw = len(world.prepared), random.Random(0)
         for _ in range(count):
             worker.model_runner._dummy_run(draw.randint(1, MOST))
@@ -364,9 +380,21 @@ def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert second[0][2] == ["profile", "profile", "capture"]  # its one form
 
 
+@pytest.mark.parametrize("forms", [PASS_FORMS, PASS_FORMS[::-1]])
+def test_memory_is_measured_with_the_forms_in_the_order_of_the_ranges(forms: Any) -> None:
+    """The ranks run the same form at the same time only if the order is the same in every process."""
+    ran: list[Plan] = []
+    passes = SimpleNamespace(put=lambda: None, remove=lambda: None, max_tokens=8)
+    passes.serve = lambda ranges: ran.extend(form for _, _, form in ranges)
+    ranges = [Range(low, low, form, ()) for low, form in enumerate((*forms, None, *forms))]
+    model: Any = SimpleNamespace(passes=passes, ranges=ranges, error=None)
+    start.profile(model, SimpleNamespace(profile_run=lambda: None))
+    assert ran == list(forms) and model.error is None
+
+
 def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A commit changes kernels without a new version, and a file may keep its size and date. Files that Python
-    compiles beside the sources do not count, even before it has renamed them."""
+    """A commit changes kernels without a new version, and a file may keep its size and date. Files that Python compiles
+    beside the sources are ignored, even before Python has renamed them."""
     monkeypatch.setattr(compare, "stored_at", STORED_AT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(plugin, "SOURCES", tmp_path / "weft")
@@ -386,7 +414,7 @@ def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_the_hash_of_the_sources_is_cheap() -> None:
-    """It takes less than 50 ms, the best of five, since others use this machine."""
+    """The best of five runs lasts less than 50 ms, since other processes use this machine."""
     plugin.hash_of_sources.cache_clear()
     seconds = min(timeit.repeat(plugin.hash_of_sources.__wrapped__, number=1, repeat=5))
     assert seconds < 0.05, seconds
@@ -440,7 +468,7 @@ def test_the_twins_code_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compared_passes_have_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens of vLLM's dummy runs are all the same, and use few experts. Later passes have their own tokens."""
+    """All tokens of vLLM's dummy runs are the same, and use few experts. Later passes use their own tokens."""
     times_of(monkeypatch, lambda tokens, form: 2.0)
     different: list[int] = []
     monkeypatch.setattr(Model, "__call__", lambda self, ids, *_: different.append(ids.unique().numel()) or ids)

@@ -1,5 +1,5 @@
-"""Passes in two parts over whole layers, on stand-ins for vLLM's classes: attention with a cache of keys, batches whose
-requests are cut, and the engines and models that have no such passes."""
+"""Passes that run whole layers in two parts are tested on stand-ins for vLLM's classes: attention with a cache of keys,
+batches whose requests are split, and the engines and models that do not support such passes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def loaded(make: Any, **changes: Any) -> tuple[Any, Passes | None]:
 
 
 def attached(passes: Passes) -> standin.Builder:
-    """Return the builder of metadata of an engine whose passes are woven."""
+    """Return the metadata builder of an engine whose passes are woven."""
     assert passes.woven is not None, passes.unwoven
     builder = standin.Builder(standin.FullAttentionSpec(), [NAME], None, None)
     passes.woven.attach(SimpleNamespace(attn_groups=[[standin.AttentionGroup(builder)]]))
@@ -143,8 +143,8 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("requests", [PROMPT, MIXED], ids=["prompt", "mixed"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_pass_in_two_parts_computes_the_same(name: str, requests: list[tuple[int, int]]) -> None:
-    """A pass in two parts gives the results of the twin's whole pass, with a cut inside each request and between two.
-    The mixed batch is padded to 24 tokens."""
+    """A pass in two parts gives the results of the twin's whole pass, with a split inside each request and between two
+    requests. The mixed batch is padded to 24 tokens."""
 
     def main(world: weft.World) -> None:
         world.backend.reference = (name, requests) != ("dense", MIXED)  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_a_pass_in_two_parts_computes_the_same(name: str, requests: list[tuple[i
     [({"causal": False}, 9), ({"encoder_seq_lens": torch.ones(3)}, 9), ({}, 21), ({"num_actual_tokens": 20}, 9)],
 )
 def test_a_batch_that_cannot_be_split_is_vllms(changes: dict[str, Any], cut: int) -> None:
-    """So are a batch whose tokens all fit into the first part, and a pass of embeddings."""
+    """A batch whose tokens all fit into the first part, and a pass of embeddings, are not woven either."""
 
     def main(world: weft.World) -> None:
         model, passes = loaded(MODELS["dense"])
@@ -244,7 +244,7 @@ class ActivatedMLP(standin.MLP):
 
 @pytest.mark.parametrize(("kind", "called"), [(Activation, "kernel"), (WithoutKernel, "native")])
 def test_operators_run_by_kernels_where_nothing_compiles_them(kind: type[Activation], called: str) -> None:
-    """A norm that sums nothing also runs by its kernel. vLLM's own passes use the operators unchanged."""
+    """A norm that sums nothing also runs as its kernel. vLLM's own passes use the operators unchanged."""
 
     def main(world: weft.World) -> None:
         world.backend.reference = True  # type: ignore[attr-defined]
@@ -307,7 +307,7 @@ def test_a_model_without_one_chain_of_sums_says_why(make: Any, reason: str) -> N
 def test_an_engine_whose_batches_cannot_be_split_says_why(
     changes: dict[str, Any], specs: list[Any], reason: str
 ) -> None:
-    """The woven form is not compared then."""
+    """In that case, the woven form is not compared."""
 
     def main(world: weft.World) -> None:
         _, passes = loaded(MODELS["dense"], **changes)
@@ -321,7 +321,7 @@ def test_an_engine_whose_batches_cannot_be_split_says_why(
 
 
 def test_no_rank_weaves_if_one_cannot() -> None:
-    """All ranks compare passes together, whatever vLLM's constructors raise on one of them."""
+    """All ranks compare passes together, even if vLLM's constructors raise an error on one of them."""
 
     def main(world: weft.World) -> None:
         _, passes = loaded(MODELS["dense"])
@@ -362,7 +362,7 @@ def test_nothing_is_made_during_requests() -> None:
 
 @pytest.mark.parametrize("gain", [1.5, 0.9])
 def test_whole_layers_are_woven_where_that_wins(monkeypatch: pytest.MonkeyPatch, gain: float) -> None:
-    """Passes with enough tokens are compared. Where other forms win, the engine's builder is vLLM's own again."""
+    """Passes with enough tokens are compared. If other forms are faster, the engine's builder is vLLM's own again."""
     builder = standin.Builder(standin.FullAttentionSpec(), [NAME], None, None)
     monkeypatch.setattr(standin.ModelRunner, "attn_groups", [[standin.AttentionGroup(builder)]], raising=False)
     monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, num_tokens, **options: None)

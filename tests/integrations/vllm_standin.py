@@ -1,5 +1,5 @@
-"""The part of vLLM that the plugin uses: its classes by name, place and parameters, on emulated ranks. The models
-are written like vLLM's. The greenlet identifies the rank."""
+"""The part of vLLM that the plugin uses: stand-ins for its classes with the same names, modules and parameters, on
+emulated ranks. The models are written like vLLM's. The greenlet identifies the rank."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class UBatchSlice:
 
 @dataclass
 class Batch:
-    """vLLM's CommonAttentionMetadata. `slots` holds the cache slots of each request's tokens, in order."""
+    """vLLM's CommonAttentionMetadata. `slots` contains the cache slots of each request's tokens, in order."""
 
     query_start_loc_cpu: torch.Tensor
     seq_lens: torch.Tensor
@@ -146,11 +146,11 @@ class AttentionGroup:
 
 
 class Builder:
-    """A builder whose metadata use its own buffer, as FlashAttention's may."""
+    """A builder whose metadata use the builder's own buffer, as FlashAttention's may."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
         self.kv_cache_spec, self.layer_names, self.buffer = kv_cache_spec, layer_names, SimpleNamespace()
-        self.config = next(iter(_configs.values()), None)  # the ranks of a test have one
+        self.config = next(iter(_configs.values()), None)  # the ranks of a test share one context
 
     def build(self, common_prefix_len: int, common_attn_metadata: Batch) -> Any:
         assert common_prefix_len == 0
@@ -164,7 +164,7 @@ class UnquantizedLinearMethod:
 
 
 class Fp8LinearMethod:
-    """x is quantised by row if the weight has a single scale or one a row, or else by block like the weight."""
+    """x is quantised by row if the weight has a single scale or one per row, and otherwise by block like the weight."""
 
     block_scale = "weight_scale_inv"
 
@@ -280,7 +280,7 @@ class GemmaRMSNorm(RMSNorm):
 
 
 class MoERunner(nn.Module):
-    """Experts by columns: each rank has a part of the inner dimension of all experts."""
+    """Experts split by columns: each rank holds a part of the inner dimension of all experts."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -295,14 +295,14 @@ class MoERunner(nn.Module):
     _fused_output_is_reduced = False
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        chosen = router_logits[:, :EXPERTS].float().softmax(1)  # of all: who is first could depend on rounding
+        chosen = router_logits[:, :EXPERTS].float().softmax(1)  # for all tokens: the first one could depend on rounding
         hidden = torch.einsum("th,ehi->eti", hidden_states.float(), self.up.float()).relu()
         y = torch.einsum("eti,eih,te->th", hidden, self.down.float(), chosen).to(BF)
         return y if self.moe_config.skip_final_all_reduce else tensor_model_parallel_all_reduce(y)
 
 
 class Attention(nn.Module):
-    """Attention between neighbouring tokens, so that rows matter."""
+    """Attention between adjacent tokens, so that a token's result depends on other rows."""
 
     def __init__(self, seed: int, row_bias: bool = False, quant_method: Any = None) -> None:
         super().__init__()
@@ -340,7 +340,8 @@ class SparseMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer like Llama's. `mlp` is the class of its MLP, and `attention_options` are the options of its attention."""
+    """A layer like Llama's. `mlp` is the class of the layer's MLP, and `attention_options` are the options of its
+    attention."""
 
     def __init__(
         self, seed: int, mlp: type[nn.Module] = MLP, norm: type[RMSNorm] = RMSNorm, **attention_options: Any
@@ -389,8 +390,8 @@ class ScaledLayer(DecoderLayer):
 
 
 class Model(nn.Module):
-    """`layer` makes one from a seed. `recorded` lists layers whose hidden states are returned too, as speculative
-    decoding needs."""
+    """`layer` creates one layer from a seed. `recorded` lists layers whose hidden states are returned too, as
+    speculative decoding needs."""
 
     def __init__(self, layer: Callable[[int], nn.Module], norm: type[RMSNorm] = RMSNorm) -> None:
         super().__init__()

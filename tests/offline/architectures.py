@@ -103,9 +103,9 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
 
 
 def outcome(launch: Launch, k: Compiled, capability: int) -> list[str]:
-    """Return the rules that the kernel breaks."""
+    """Return the protocol's rules that the kernel breaks."""
     gpu = features(capability)
-    kib, threads = gpu.shared_kib + 1, gpu.threads  # CUDA reserves a KiB for each program
+    kib, threads = gpu.shared_kib + 1, gpu.threads  # CUDA reserves 1 KiB for each program
     programs, warps = -(-launch.grid // 132), launch.options["num_warps"]
     registers = -(-k.registers // 8) * 8
     gemm = (launch.kernel.__name__ in GEMMS and computes(launch)) or launch.kernel.__name__ in ALONE
@@ -166,8 +166,8 @@ def judged(target: str, name: str) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return for each target its number of cases, its number of different launches, the most registers and shared
-    memory, and the faults."""
+    """Return for each target the number of cases, the number of different launches, the largest numbers of registers
+    and bytes of shared memory, and the faults."""
     out: dict[str, Any] = {}
     for target in sorted({row["target"] for row in rows}, key=lambda t: int(re.sub(r"\D", "", t))):
         of_target = [row for row in rows if row["target"] == target]

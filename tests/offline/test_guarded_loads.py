@@ -1,6 +1,6 @@
-"""Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py): the gate refuses the kernels as Triton
-alone compiles them, and accepts them as `weft.jit` compiles them. The emulator, which interprets the source, gets the
-same results from both."""
+"""Loops with waits that Triton pipelines or flattens (lang/guarded_loads.py). The gate refuses kernels as Triton alone
+compiles them, and accepts kernels as `weft.jit` compiles them. The emulator, which interprets the source, computes the
+same results from both kernels."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def loads_ahead(one: check.CheckedKernel) -> int:
 
 
 def missing_waits(one: check.CheckedKernel) -> int:
-    """Return the largest number of waits that are missing before the loads so far; each part of the sum has one wait
-    and two loads. Every loop is entered once, and every `if` is taken: in a pipelined loop, the first iterations' loads
-    precede the loop."""
+    """Return the largest number of waits that are missing before the loads seen so far; each part of the sum has one
+    wait and two loads. Every loop is entered once, and every `if` is taken. In a pipelined loop, the loads of the first
+    iterations precede the loop."""
     blocks = blocks_of(one.compiled.ptx)
     counts: dict[str, tuple[int, int]] = {}  # the numbers of waits and loads before each block
     missing = 0
@@ -85,8 +85,8 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", some(FORMS))
 def test_loads_stay_behind_their_waits_and_are_pipelined(form: str, own_cache: None) -> None:
-    """The gate requires some wait before a load. It therefore accepts a loop whose first iteration's wait precedes the
-    loop."""
+    """The gate requires only that some wait precedes a load. The gate therefore accepts a loop whose first iteration's
+    wait precedes the loop."""
     alone, guarded = (compiled(summing(form, guard)) for guard in (False, True))
     assert missing_waits(alone) > 0 and missing_waits(guarded) == 0
     assert guarded.problems == []
@@ -190,7 +190,7 @@ def product_at_full_size(form: str, guard: bool) -> Compiled:
     ("form", "most"), [("step_by_step", 2), ("step_by_step_with_pointers", 29), ("by_segments", 0)]
 )
 def test_the_instructions_of_a_guard(form: str, most: int, own_cache: None) -> None:
-    """Without a guard, a step of K has 163, 158 and 109 instructions in Triton 3.6."""
+    """Without a guard, a K step has 163, 158 and 109 instructions in Triton 3.6."""
     alone, guarded = (product_at_full_size(form, guard) for guard in (False, True))
     assert instructions_of_a_step(guarded.ptx) - instructions_of_a_step(alone.ptx) <= most
     assert guarded.spills == alone.spills == 0
@@ -231,8 +231,8 @@ def waits_run_ahead(ptx: str) -> bool:
 
 @pytest.mark.parametrize("form", some(CHAINS))
 def test_waits_and_notifies_stay_in_order(form: str, own_cache: None) -> None:
-    """A flattened loop would wait for the next tile before it notifies this one, which never ends here. The other loop
-    would load too early."""
+    """A flattened loop would wait for the next tile before it notifies for this one, so it would never end here. The
+    other loop would load too early."""
     alone, guarded = (compiled(chained(form, guard)) for guard in (False, True))
     assert waits_run_ahead(alone.compiled.ptx) == (form == "tiles_of_a_gemm")
     assert not waits_run_ahead(guarded.compiled.ptx) and guarded.problems == []

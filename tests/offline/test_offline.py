@@ -1,8 +1,8 @@
-"""Offline gate: every kernel, as the ops launch it, compiles for sm_90a without a GPU and keeps to the protocol's rules.
+"""Offline gate: every kernel, as the ops launch it, compiles for sm_90a without a GPU and obeys the protocol's rules.
 
 The arguments are those that an op passes to `World.launch` on an emulated World of 2, 4 or 8 ranks with as many SMs as
-an H200; nothing runs. The gate checks in the PTX (weft.check.ptx has the rules that follow paths) that kernels have no
-spills and fit on an SM, that GEMMs use tensor cores, the depth of the pulling pipelines, and the order of stores and
+an H200; no kernel runs. The gate checks in the PTX (weft.check.ptx has the rules that follow paths) that kernels have
+no spills and fit on an SM, that GEMMs use tensor cores, the depth of the pulling pipelines, and the order of stores and
 releases and of acquires and loads. All ranks must launch the same kernel.
 """
 
@@ -101,7 +101,7 @@ class Launch:
 
 
 def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -> list[list[Launch]]:
-    """Return the launches that every rank makes in `fn`, on emulated ranks that report this capability; nothing
+    """Return the launches that every rank makes in `fn`, on emulated ranks that report this capability; no kernel
     runs."""
     out: list[list[Launch]] = [[] for _ in range(ranks)]
 
@@ -125,7 +125,7 @@ def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
     uneven: bool = False, gated: int = 0, transposed: bool = False, scaling: str = "", fast: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """`m` is the number of rows of a rank. With `transposed`, the weight is stored as [K, N]. `scaling` is the scaling
+    """`m` is the number of rows on a rank. With `transposed`, the weight is stored as [K, N]. `scaling` is the scaling
     of 8-bit operands."""
 
     def fn(world: World) -> None:
@@ -178,7 +178,7 @@ for op in (AG, RS):  # for the gradients
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
         CASES[f"{op} x2 plan {i} turned"] = call(op, plan, transposed=True), 2
         CASES[f"{op} x8 plan {i} turned, odd sizes"] = call(op, plan, 33, 1032, 520, dtype=HALF, transposed=True), 8
-HALVED = [96], 256 * 80  # the number of rows of a rank and of columns, for which tiles of 64 rows are faster
+HALVED = [96], 256 * 80  # the number of rows on a rank and the number of columns, for which tiles of 64 rows are faster
 for op in OPS:
     signaled = {AG: [], RS: [Signaled(), Signaled(ctas=4, copies=True)], AR: [Signaled()]}[op]
     for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
@@ -347,7 +347,7 @@ def invariant(fn: Callable[[World], Any]) -> Callable[[World], None]:
 
 
 def products(tile: GemmTile) -> Callable[[World], None]:
-    """Launch products whose bits do not depend on the tile, also for a weight stored as [K, N]."""
+    """Launch GEMMs whose bits do not depend on the tile, also for a weight stored as [K, N]."""
 
     def fn(world: World) -> None:
         for n, k in ((1024, 512), (520, 264)):
@@ -375,8 +375,8 @@ CASES["batch-invariant rows"] = invariant(rows), 1
 def decoder(
     sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192, qwen: bool = False
 ) -> Callable[[World], None]:
-    """Launch a layer of Llama-3.3-70B, or of different sizes, on one of eight ranks: norm, rotary embedding, and weft's
-    own GEMMs. With `qwen` the layer has biases and norms of the heads."""
+    """Launch a layer of Llama-3.3-70B, or a layer of different sizes, on one of eight ranks: norm, rotary embedding,
+    and weft's own GEMMs. With `qwen` the layer has biases and norms of the heads."""
     from weft.models import Batch, Cache, Config, Llama
     from weft.nn.weave import LayerPlan
 
@@ -474,7 +474,7 @@ CASES["8-bit by block, columns, bias"] = (
 )
 
 
-@functools.lru_cache(maxsize=2)  # the launches hold symmetric memory, too much for all cases together
+@functools.lru_cache(maxsize=2)  # the launches keep symmetric memory alive, too much for all cases together
 def launched(name: str) -> list[list[Launch]]:
     return launches(*CASES[name])
 
@@ -496,7 +496,7 @@ PEERS = {
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
-ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # these wait for no other rank
+ALONE = (matmul.__name__, whole_matmul.__name__, scaled_matmul.__name__)  # these kernels wait for no other rank
 
 
 def within(step: Instruction, functions: Sequence[triton.JITFunction]) -> bool:
@@ -587,7 +587,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
 
 @pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])
 def test_the_switch_receives_whole_vectors(name: str) -> None:
-    """Sums are in fp32. Stores through a multicast address are fenced from ordinary addresses before their release."""
+    """Sums are in fp32. A fence orders stores through a multicast address with ordinary addresses before their
+    release."""
     for launch, k in compiled(name):
         if launch.kernel is not multicast_shot:
             assert "float32" in name or "fp8" in name, "only rows of other than 16 bits run as sequential"
@@ -637,8 +638,8 @@ def fits(launch: Launch, k: Compiled) -> None:
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
-    """Computing programs wait for this GPU's counts of chunks (in a sum they do not wait), pull programs for peers'
-    counts, and forwarding programs for this GPU's tiles."""
+    """Computing programs wait for this GPU's counts of chunks (in a sum they do not wait). Pull programs wait for
+    peers' counts, and forwarding programs for this GPU's tiles."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
     assert ({"sys"} in scopes) == communicates(launch)
@@ -649,7 +650,7 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     args, steps = launch.args, steps_of(k.ptx)
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
-    loops = 2 if launch.kernel.__name__ in GATHERS else 1  # own tiles, then the other ranks'
+    loops = 2 if launch.kernel.__name__ in GATHERS else 1  # own tiles, then the other ranks' tiles
     gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
     promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
     planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # separate loads for x's halves
@@ -674,7 +675,7 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
-    """Check that each pipeline has as many stages as planned, that with AHEAD a stage of a sum contains all sources'
+    """Check that each pipeline has the planned number of stages, that with AHEAD a stage of a sum contains all sources'
     rows, in 16-byte words, and that results are stored in such words too."""
     norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
     size = norm.DTYPE.value.primitive_bitwidth // 8
@@ -694,7 +695,7 @@ def rows_are_under_way(launch: Launch, k: Compiled) -> None:
 
 
 def specialised(launch: Launch) -> tuple[Any, ...]:
-    """Return the parts of Triton's key of a compiled kernel."""
+    """Return the parts of the key under which Triton caches a compiled kernel."""
     driver = OfflineDriver()
     with standing_in(driver):
         binder = launch.kernel.device_caches[driver.get_current_device()][-1]
@@ -716,8 +717,8 @@ LOCAL = "to ranks"  # sizes differ between ranks, and no program waits for a ran
 
 
 def every_rank_launches_the_same_kernel(name: str) -> None:
-    """Kernels read the rank from memory. No integer argument differs between ranks, so Triton cannot specialise one on
-    one rank alone (rule 8)."""
+    """Kernels read the rank from memory. No integer argument differs between ranks, so Triton cannot specialise an
+    argument on one rank alone (rule 8)."""
     first_rank = launched(name)[0]
     for rank, others in enumerate(launched(name)):
         assert len(others) == len(first_rank)
@@ -745,7 +746,7 @@ BREAKS = [  # newer Tritons themselves wait for bulk stores, and insert a barrie
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
 def test_broken_rules_are_found(old: str, new: str, says: str) -> None:
-    """The rules find each edit of the all-reduce kernels' own PTX."""
+    """The rules detect each edit of the PTX of the all-reduce kernels."""
     broken = []
     for launch, k in compiled(f"{AR} x8 plan 0 one row"):
         changed = re.sub(old, new, k.ptx)

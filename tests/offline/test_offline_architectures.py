@@ -1,4 +1,4 @@
-"""Offline gate for the other GPUs: a selection of the cases of tests/offline/architectures.py, for every kind of GPU,
+"""Offline gate for the other GPUs: a selection of the cases in tests/offline/architectures.py, for every kind of GPU,
 and the protocol's rules for acquires in code without bulk copies.
 """
 
@@ -75,7 +75,8 @@ def test_a_rule_that_is_broken_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_record_has_existing_targets() -> None:
-    """`make architectures` writes the record; it includes the cases that broke a rule, and the page shows its table."""
+    """`make architectures` writes the record, which includes the cases that broke a rule; the page contains the
+    record's table."""
     record = json.loads(architectures.RECORD.read_text())
     for triton, targets in record.items():
         assert triton.startswith("Triton 3.") and set(targets) <= set(architectures.TARGETS)

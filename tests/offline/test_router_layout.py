@@ -1,5 +1,5 @@
-"""The router in an MoE layer's launch and in its own launch sum a row's scores in one order, whatever the number of
-warps: every sum has the same layout along a row."""
+"""The router in an MoE layer's launch and the router in a separate launch sum a row's scores in one order for any
+number of warps, because every sum has the same layout along a row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALONG_A_ROW = re.compile(r"(sizePerThread|threadsPerWarp|warpsPerCTA) = \[\d+, (
 
 
 def compiled(sizes: RoutedLayer, plan: FusedMoe) -> dict[str, Compiled]:
-    """Return the layer's kernel and the router's own, by name."""
+    """Return the layer's kernel and the separate router's kernel, by name."""
 
     def calls(world: weft.World) -> None:
         case = RouterCase(world, sizes, plan)

@@ -1,4 +1,4 @@
-"""weft's kernels in stock Triton (`make newest` runs this file with WEFT_STOCK_TRITON=1): no memory access remains in
+"""weft's kernels with stock Triton (`make newest` runs this file with WEFT_STOCK_TRITON=1): no memory access remains in
 inline assembly, and GSan instruments the accesses that replace it.
 """
 

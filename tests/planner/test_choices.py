@@ -1,5 +1,5 @@
 """For every shape with stored times of its plans (bench/results), the chooser's plan may be at most 1% slower than its
-former plan, except for four shapes. The test replays timings: a candidate has its stored time, and a plan without a
+former plan, except for four shapes. The test replays timings: each candidate has its stored time, and a plan without a
 stored time is not a candidate.
 """
 
@@ -28,7 +28,7 @@ from weft.timing import CallTime
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 GPU = "nvidia-h200"
-FAR = 3.0  # the distance of a far shape, in doublings
+FAR = 3.0  # the distance from which a shape counts as far, in doublings
 
 
 class Sweep(NamedTuple):
@@ -48,7 +48,7 @@ class Sweep(NamedTuple):
 
 
 def sweeps() -> Iterator[Sweep]:
-    """Return the newest sweep of each shape."""
+    """Return each shape's newest sweep."""
     newest: dict[Any, Sweep] = {}
     for path in sorted(RESULTS.glob(f"{GPU}-x*/tuning/*.jsonl")):
         for row in map(json.loads, path.read_text().splitlines()):
@@ -81,7 +81,7 @@ def stub(size: int) -> Any:
 
 
 class Replayed(Chooser):
-    """A chooser whose candidates take their stored times."""
+    """A chooser that uses stored times for its candidates."""
 
     def __init__(self, times: dict[Plan, float]) -> None:
         super().__init__(lambda *_: pytest.fail("really timed"), lambda: False)
@@ -101,8 +101,8 @@ def expected(sweep: Sweep) -> Plan:
 
 
 def chosen(sweep: Sweep, unknown: bool) -> Plan:
-    """Return the plan that the chooser selects by timing the op's candidates, and the plan for a shape without any
-    row."""
+    """Return the plan that the chooser selects by timing the op's candidates, and the plan that it selects for a shape
+    without any row."""
     op = REGISTRY[sweep.op]
     kinds = [kind() for kind in (Decomposed, OneShot) if kind in op.runs] if op.collective else []
     named = [*op.autotune_plans, *(op.variants if unknown else ()), *(kinds if unknown else ())]
@@ -129,7 +129,7 @@ def nearest(sweep: Sweep, rows: list[table.Measured]) -> Plan:
 
 
 def test_the_choice_for_every_stored_shape_is_as_fast_as_before() -> None:
-    """The plan is either that of the shape's own row, as before, or a plan with a shorter measured time."""
+    """The plan is either the plan in the shape's own row, as before, or a plan with a shorter measured time."""
     compared = 0
     for sweep in sweeps():
         before = table.exact(GPU, *sweep.shape)
@@ -142,7 +142,7 @@ def test_the_choice_for_every_stored_shape_is_as_fast_as_before() -> None:
 
 def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stored shape is treated as unmeasured in the cases that the nearest row used to decide: on machines without
-    a profile, and for the op without a model."""
+    a profile, and for the op without a cost model."""
     slower, compared, gained = [], 0, []
     for sweep in sweeps():
         if sweep.world != 8 and sweep.op != "all_reduce_rms_norm":
@@ -159,7 +159,8 @@ def test_a_shape_without_a_row_is_as_fast_as_by_the_nearest_row(monkeypatch: pyt
         gained.append(sweep.times[before] / chosen_us)
         if chosen_us > 1.01 * sweep.times[before]:
             slower.append((sweep.shape, chosen_us / sweep.times[before]))
-    # Four shapes lose up to 2.15%: 2 and 4 forward programs are not candidates, since they gained 3% for no shape.
+    # Four shapes lose up to 2.15%: 2 and 4 forward programs are not candidates, because they gained less than 3% for
+    # every shape.
     assert len(slower) <= 4 and all(factor < 1.022 for _, factor in slower), slower
     assert compared > 20 and math.prod(gained) > 1
 

@@ -1,5 +1,5 @@
-"""The chooser, and plan="auto" by timing, with invented times, and a library that only some ranks may have installed.
-tests/gpu/gpu_main.py runs it on GPUs.
+"""The chooser, and plan="auto" by timing, with simulated times and a GEMM library that only some ranks may have
+installed. tests/gpu/gpu_main.py runs the chooser on GPUs.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ N, K = 16, 24
 
 @pytest.fixture
 def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
-    """Set up ranks that have a library, whose last form is wrong, on machines with as many programs as a GPU. Return
-    each plan's time in us on the GPU and the host; rank 1 needs 1 us longer. Timed and agreed plans are appended to
+    """Set up ranks that have a library whose last form is wrong, on machines with as many programs as a GPU. Return
+    each plan's time in us on the GPU and on the host; rank 1 needs 1 us longer. Timed and agreed plans are appended to
     `noted`."""
     took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
 
@@ -134,7 +134,7 @@ def test_a_plan_must_beat_the_measured_or_predicted_time(us: dict) -> None:
 
 @pytest.mark.parametrize(("gpu", "timing"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
 def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, timing: tuple[int, float], us: dict) -> None:
-    """The GPU sleeps for the first call, and for the additional time that each further call takes on the host."""
+    """The GPU sleeps during the first call, and for the additional host time of each further call."""
     us[Sequential()] = (gpu, 50.0)
 
     def rank(world: weft.World) -> list[Any]:
@@ -183,7 +183,8 @@ def test_a_size_that_the_fastest_plan_cannot_run_takes_the_next(us: dict, monkey
 
 
 def test_the_host_counts_as_for_the_smallest_call_of_a_trial(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an engine, calls with half the rows share the trial. They would wait for a host that the GPU hides here."""
+    """In an engine, calls with half the rows share the trial. The calls would wait for a host whose time the GPU hides
+    here."""
     us[FIRST] = (90.0, 45.0)
 
     def rank(world: weft.World) -> list[Plan]:
@@ -193,6 +194,18 @@ def test_the_host_counts_as_for_the_smallest_call_of_a_trial(us: dict, monkeypat
     assert emulate(rank) == [SECOND, SECOND]
     monkeypatch.setattr(library_gemm, "_steps_an_octave", 1)
     assert emulate(rank) == [FIRST, SECOND]
+
+
+def test_a_plan_must_win_in_the_timed_call_too(us: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan is faster only in calls with half the rows, where the sequential plan waits for the host."""
+    us[Sequential()], us[FIRST] = (100.0, 60.0), (110.0, 45.0)
+    monkeypatch.setattr(library_gemm, "_steps_an_octave", 1)
+
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return taken(world, 64)
+
+    assert emulate(rank) == [Sequential(), SECOND]
 
 
 @pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
@@ -253,8 +266,8 @@ def test_explain_of_a_world(us: dict) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate that this GPU can run is timed, with low-latency plans only where their rows are few; a GPU of
-    another generation, or one with rows, keeps its plan."""
+    """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. A GPU of
+    another generation, or a GPU with stored rows, keeps its plan."""
     is_hopper, known = [True], [False]
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
@@ -295,8 +308,8 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
-    """Make each candidate take the time in `us` for its class, by default 100 us; record the candidates without running
-    them."""
+    """Assign to each candidate the time in `us` for its class, by default 100 us, and record the candidates without
+    running them."""
 
     def time(self: Chooser, choice: Choice[Plan], plan: Plan, *_: Any) -> CallTime:
         ran.append(plan)
@@ -306,8 +319,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: 
 
 
 def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The size of the first call does not affect the choice. Routes are random; if random routes might not fit, they
-    are evenly distributed."""
+    """The size of the first call does not affect the choice. Routes are random; if random routes might exceed the
+    limit, they are evenly distributed."""
     ran: list[Plan] = []
     replayed(monkeypatch, {LowLatency: 50.0}, ran)
 
@@ -363,7 +376,7 @@ def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.Monk
     ],
 )
 def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
-    """Each expert has as many rows as there are tokens."""
+    """The number of rows of each expert equals the number of tokens."""
     layer = Layer(tokens, 8, 4, 64, 64, torch.bfloat16, "swiglu", None)
     assert len(MOE.candidates(SimpleNamespace(size=2), MoeCall(tokens, None, layer))) == plans  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """FlashOverlap's search for groups compared with weft's, on data that its authors published with their code
 (github.com/infinigence/FlashOverlap, commit a43eb53, configs/): the times of an all-reduce on two A800s by bytes, and
 the times of GEMMs of M x 8192 x 4096 with the groups that their search found (tiles of 256 x 128 on 106 of 108 SMs).
-Each of their groups is a tenth of the waves; weft's groups may end at any wave.
+Each of FlashOverlap's groups is a tenth of the waves, while weft's groups may end at any wave.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from weft.cost.signaled import SignaledParts, groupings
 from weft.planner.curves import Curve
 
-# Bytes and us; the authors' other points are within 4% of the lines between these.
+# Bytes and us; the other published points are within 4% of the lines between these.
 ALL_REDUCE = [
     (2097152, 61.9), (4194304, 78.2), (6291456, 96.5), (8388608, 109.5), (12582912, 144.2), (16777216, 180.1), (25165824, 246.8),
     (33554432, 303.6), (50331648, 436.6), (67108864, 559.2), (100663296, 817.3), (134217728, 1059.5), (201326592, 1583.6),
@@ -78,8 +78,8 @@ def test_flashoverlaps_groups_are_the_best_of_tenths_and_wefts_end_shorter(m: in
 @pytest.mark.parametrize("slower", [4, 8, 16])
 @pytest.mark.parametrize("m", FOUND)
 def test_where_the_link_is_slower_than_the_gemm_groups_grow(m: int, slower: float) -> None:
-    """Over PCIe, whose curve the authors did not publish, the link is slower: the test slows their curve by a factor.
-    After a short first group the link never idles, and few transfers are best; beyond a certain factor, ten equal
+    """The authors did not publish the curve for PCIe, where the link is slower: the test slows their curve by a factor.
+    After a short first group the link never idles, and few transfers are best. Beyond a certain factor, ten equal
     groups are slower than no overlap."""
     signaled = parts(m, slower)
     weft_groups = of_weft(signaled)

@@ -48,7 +48,7 @@ class Case(NamedTuple):
     mode: str
     tokens: int
     sizes: DecoderSizes
-    us: dict[Way, float]  # the fastest time of every kind, SMs and norm
+    us: dict[Way, float]  # the fastest time for every kind, number of SMs and norm
 
 
 @functools.cache
@@ -60,7 +60,7 @@ def cases() -> list[Case]:
         newest: dict[Any, str] = {}
         for line in (RESULTS / machine / "decoder.jsonl").read_text().splitlines():
             r = json.loads(line)
-            # Mixes of requests and runs that limit cuBLAS's SMs are left out.
+            # Mixes of requests, and runs that limit cuBLAS's SMs, are omitted.
             if r["plan"] is None or r["method"].endswith("cuBLAS"):
                 continue
             shape = r["N"], r["K"], r.get("heads", 64), r.get("kv_heads", 8), r.get("head_dim", 128), world
@@ -91,7 +91,8 @@ def test_rows_of_other_models_are_there() -> None:
     "case", [c for c in cases() if not c.name.startswith(FITTED)], ids=lambda c: f"{c.name} {c.mode}"
 )
 def test_sizes_that_nothing_was_fitted_to(case: Case) -> None:
-    """In a graph the choice is at most 3% slower than the fastest measured method, and at most 2% slower than plain."""
+    """In a graph the choice is at most 3% slower than the fastest measured method, and at most 2% slower than the plain
+    layer."""
     us = chosen(case)
     if us is None:
         pytest.skip("not timed")
@@ -107,7 +108,7 @@ def test_sizes_that_the_constants_are_of() -> None:
 
 
 def test_predicted_gains() -> None:
-    """In graphs, half of the predicted gains of every method over plain are within 4% of the measured gain."""
+    """In graphs, half of the predicted gains over the plain layer are within 4% of the measured gain."""
     off = []
     for case in cases():
         layer = LayerPredictor(planner(case.world), case.sizes)

@@ -1,4 +1,5 @@
-"""The choice of a GEMM library: the rule, with invented libraries and times. tests/gpu/gpu_main.py runs it on GPUs."""
+"""The rule that chooses a GEMM library, with simulated libraries and times. tests/gpu/gpu_main.py runs the rule on
+GPUs."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def of_groups(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(("us", "library"), [(50.0, "quack"), (99.0, "torch")], ids=["faster", "hardly"])
 def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any) -> None:
-    """quack receives the groups' first rows; rows after the last group are not compared."""
+    """quack receives the groups' first rows, and rows after the last group are not compared."""
     ran: list[str] = []
 
     def gemm(x: Any, w: Any, out: Any, c: Any, ticket: Any, *tile: int, pingpong: bool, cu_seqlens_m: Any) -> None:
@@ -181,7 +182,7 @@ def test_groups_by_the_faster_library(us: float, library: str, monkeypatch: Any)
 
 
 def test_the_fastest_scaled_product_that_is_right(monkeypatch: Any) -> None:
-    """The first product runs without a check, unless a different product is right and faster."""
+    """The first GEMM runs without a check, unless a different GEMM is right and faster."""
 
     def way(name: str, value: float) -> Any:
         def run() -> None:
@@ -218,7 +219,7 @@ def test_a_dequantized_product_is_that_of_the_values() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.ops.aten._scaled_mm_v2, "out"), reason="an older torch")
 def test_torch_accepts_the_arguments_of_a_product_by_block() -> None:
-    """CPUs support no product with this recipe. torch receives all arguments, and its error says so."""
+    """CPUs support no GEMM with this recipe. torch receives all arguments, and the error comes from torch."""
     x, weight = (
         ScaledTensor(torch.zeros(rows, 640).to(E4M3), torch.ones(scales, 5), "block")
         for rows, scales in ((64, 64), (256, 2))

@@ -1,5 +1,5 @@
-"""The planner: profiles that keep only right values, predictions that follow their rules, choices of the plan with the
-best prediction, and "auto", which falls back and logs this.
+"""The planner: profiles that keep only valid values, predictions that follow their rules, choices of the plan with the
+best prediction, and the fallback of "auto", which is logged.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ REACHED = Pulling(fixed=15.0, rate=180.0, drain=330.0, slow=1.08)
 
 
 def gemm_us(m: int, n: int, k: int) -> float:
-    """Return the time of a GEMM on a GPU of 132 SMs whose library uses 128 x 256 tiles."""
+    """Return the time of a GEMM on a GPU with 132 SMs whose GEMM library uses 128 x 256 tiles."""
     return 4 + math.ceil(math.ceil(m / 128) * math.ceil(n / 256) / 132) * (1.5 + 0.0112 * k)
 
 
@@ -115,7 +115,7 @@ def made_up_profile(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) 
 
 
 def with_fused() -> Profile:
-    """Return the profile with calls of one fused variant, whose times follow from REACHED."""
+    """Return the profile with calls of one fused plan, whose times follow from REACHED."""
     p, rows = Predictor(made_up_profile()), []
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
         for m, n, k in (
@@ -167,7 +167,7 @@ def wrong(op: str, plan: Plan, *size: int, mode: str = "graph") -> TimedCall:
     return TimedCall(op, plan.to_json(), *size, mode, 10.0)
 
 
-WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that no probe measures
+WRONG: dict[str, tuple[Any, str]] = {  # rows with the right types that no probe measures
     "a GEMM of no rows": (Gemm(0, 64, 64, 10.0), "m = 0"),
     "a negative size": (Gemm(64, -5, 64, 10.0), "n = -5"),
     "waves of no program": (Wave(128, 256, 64, 8, 3, 1, 0, 132, 1024, 10.0), "programs = 0"),
@@ -342,7 +342,7 @@ def test_shipped_profiles_can_be_used() -> None:
 def test_a_curve_passes_through_measurements_and_keeps_latency() -> None:
     c = Curve([(1 << 20, 20.0), (1 << 16, 12.0), (1 << 22, 50.0)])
     assert [c(1 << 16), c(1 << 20), c(1 << 22)] == [12.0, 20.0, 50.0]
-    assert c(1) == 12.0  # the latency, not zero bytes over the bandwidth
+    assert c(1) == 12.0  # the latency, and not zero bytes divided by the bandwidth
     assert c(3 << 19) == pytest.approx(25.0)
     assert c(1 << 24) == pytest.approx(50 + 12 * (1 << 20) * 30 / (3 << 20))
     assert Curve([(0, 7.0)])(1 << 30) == 7.0
@@ -527,7 +527,7 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
 
 
 def test_a_copy_engine_pulls_whole_shards() -> None:
-    """If links are slow, the last shard determines the end: its arrival, and then the wave of its rows."""
+    """If links are slow, the last shard determines the end: the shard arrives, and then the wave of its rows runs."""
     plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     m, n, k = 8192, 4096, 4096
     size = m // 8 * k * 2
@@ -547,7 +547,7 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
 def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     p, k, drain = Predictor(made_up_profile()), 4096, 100.0
     plan = FusedReduceScatter()
-    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else delays the pull programs
+    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else slows down the pull programs
     for columns in (17, 32):  # a row of tiles for each of 8 ranks: 136 tiles, 4 in a second wave; 256 tiles, 124 in it
         tiles, n = 8 * columns, plan.tile.block_n * columns
         after = fused_us(p, "matmul_reduce_scatter", plan, (1024, n, k), pull) - p.tiles(
@@ -565,7 +565,8 @@ def test_an_all_gather_waits_for_whole_waves() -> None:
     us = lambda m: fused_us(p, "all_gather_matmul", plan, (m, n, k), pull)  # noqa: E731
     all_staged = 2 + 8.0 + p.chunking.gap
     wave = 1.5 + 0.0114 * k
-    # 128 tiles are one wave, which waits for the last shard; 256 are two waves, the first of which waits for the third
+    # 128 tiles form one wave, which waits for the last shard; 256 tiles form two waves, the first of which waits for
+    # the third
     assert us(1024) == pytest.approx(
         10 + all_staged + 128 * k * 2 / 1.7e6 + 7 * (6 + 128 * k * 2 / 376e3) + wave, rel=0.1
     )
@@ -578,13 +579,13 @@ def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
     while_copying = Slowdown("copy", 0, 2.0, 1.5)
     ends = lambda *works, slowdown=while_copying: [s.end for s in side_by_side(works, slowdown)]  # noqa: E731
     assert ends(Work("gemm", "", 100.0)) == [100.0]
-    # the copy takes 60, during which the GEMM does 30
+    # the copy lasts 60, during which the GEMM does 30 of its work
     assert ends(Work("gemm", "", 100.0), Work("comm", "", 40.0)) == pytest.approx([130.0, 60.0])
     assert Predictor(made_up_profile()).slowdown("all_gather", 0) == Slowdown("all_gather", 0, 1.0, 1.0)  # not measured
 
 
 def test_gemms_on_two_streams_share_the_sms() -> None:
-    """Two GEMMs of equal length then end when the second one would end on a single stream."""
+    """Two GEMMs of equal length then end at the time at which the second one would end on a single stream."""
     alone = Slowdown("copy", 0, 1.0, 1.0)
     gemm_1, gemm_2, gemm_3 = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
     copy = Work("comm", "", 5.0, gemm_1)
@@ -660,8 +661,8 @@ def test_measured_calls_correct_predictions_near_them() -> None:
 
 
 def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
-    """If the profile has 2 or 10 us per launch, eager calls have fewer parts, or none; calls in graphs do not
-    change."""
+    """With 10 us per launch in the profile instead of 2 us, eager calls have fewer parts or run sequentially; calls in
+    graphs do not change."""
     op, shapes = "all_gather_matmul", [(8192, 2816, 1024), (8192, 4096, 1024)]
     fast, slow = (Planner(Predictor(made_up_profile() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
     for shape in shapes:
@@ -702,7 +703,7 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
 
 
 def test_the_hosts_present_speed_counts() -> None:
-    """The host's speed during profiling does not affect the prediction, and a measured bound of the host's time is
+    """The speed of the host during profiling does not affect the prediction, and a measured bound of the host's time is
     scaled."""
     op, plan, shape = "matmul_all_reduce", Decomposed(), (128, 256, 256)
     known = made_up_profile([TimedCall(op, plan.to_json(), *shape, "eager", 300.0)]) + [Latency("launch", 0, 0, 4.0)]
@@ -804,8 +805,8 @@ def steps_of_python(count: int = 100_000) -> int:
 
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
-    """These steps take about 10 ms on an idle core. The test counts steps, since another thread on the core would slow
-    both."""
+    """The counted steps need about 10 ms on an idle core. The test counts steps, because another thread on the core
+    would slow down the clock."""
     profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
     for _ in range(5):  # each planner is new and has stored no decision
@@ -892,8 +893,8 @@ def test_another_ms_plan_is_chosen_only_if_it_is_faster_here() -> None:
 
 
 def few_rows() -> Profile:
-    """Return measurements in which one shot is fastest up to 2 MiB, and two shots above; all-gathers and
-    reduce-scatters behave alike; sizes above 8 MiB were not measured."""
+    """Return measurements in which one shot is fastest up to 2 MiB, and two shots above. All-gathers and
+    reduce-scatters behave alike, and sizes above 8 MiB were not measured."""
     sizes = [1 << i for i in range(16, 24)]
     rows = [
         Latency(f"one_shot {operation}", 0, s, 3 + s / 3e5)
@@ -942,7 +943,7 @@ def test_a_sum_alone_is_chosen_by_measurements(find_returns: Callable[[Any], Non
 
 
 def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
-    """The time to read memory does not depend on a wave of tiles: no plan's GEMM reads the weight faster than
+    """The time to read memory does not depend on a wave of tiles: no plan's GEMM reads the weight in less time than
     cuBLAS."""
     p = Predictor(made_up_profile() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
     rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
@@ -969,7 +970,8 @@ def test_host_bound_calls_do_not_measure_the_gpu() -> None:
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:
-    """M must give each shard whole tiles; the M of the grid point that is used for the prediction need not."""
+    """M must be divisible into shards of whole tiles, but the M of the grid point used for the prediction need not
+    be."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
         TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
@@ -1017,7 +1019,7 @@ def test_the_plan_package_is_a_function_too() -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mode: str) -> None:
-    """The shapes include sizes that the plan of a larger M serves, shapes in the table, and shapes for which no plan is
+    """The shapes include sizes served by the plan of a larger M, shapes in the table, and shapes for which no plan is
     faster."""
     known = profile.shipped("nvidia-h200-x4")
     find_returns(known)
@@ -1114,8 +1116,8 @@ def test_auto_asks_the_table_then_the_profile(find_returns: Callable[[Any], None
 def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
     find_returns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such ranks use the nearest machine's profile without timing anything, and the rows of their GPU's model or of
-    another model with rows; `explain` names the machine."""
+    """Ranks that share a GPU use the nearest machine's profile without timing anything, and rows for their GPU model or
+    for another model with rows; `explain` names the machine."""
     find_returns(None)  # `find` is not called
     monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
     monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
@@ -1195,8 +1197,8 @@ def test_a_profile_that_breaks_the_planner_makes_auto_sequential(
 
 
 def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The measured table has one rank's shape; the other rank's shape is missing, empty, or another op's. All ranks
-    raise Mismatch."""
+    """The measured table contains one rank's shape; the other rank's shape is missing, empty, or belongs to another op.
+    All ranks raise Mismatch."""
     known = profile.shipped("nvidia-h200-x2")
     assert known is not None
     monkeypatch.setattr(EmulatedBackend, "name", "cuda")
@@ -1340,7 +1342,7 @@ def test_slower_links_and_more_hops_take_longer() -> None:
 
 
 def test_two_levels_are_predicted_over_nodes() -> None:
-    """Two nodes hide most of their traffic under their GEMMs; a faster network leaves less traffic to hide, and with
+    """Two nodes hide most of their traffic behind their GEMMs. A faster network leaves less traffic to hide, and with
     more nodes the GEMM is too short to hide all of it."""
     p = Predictor(with_fused())
     row = lambda nodes, gbs=50.0: simulate_from(  # noqa: E731
@@ -1437,8 +1439,8 @@ HELD_OUT = [(8192, 4096, 1792), (8192, 3584, 4096), (2048, 8192, 3584), (4096, 7
 
 @pytest.mark.gate
 def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
-    """Each call's time is predicted from a profile that is fitted to calls of the other shapes. A broken model's errors
-    are well above the bounds."""
+    """Each call's time is predicted from a profile that is fitted to calls of the other shapes. The errors of a broken
+    model are well above the bounds."""
     rows = [r for r in stored.rows("nvidia-h200-x8") if r.call.mode == "graph" and r.run not in stored.OLD]
     errors: dict[str, list[float]] = {}
     of_best = []
@@ -1476,7 +1478,7 @@ def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> Non
 
 
 def test_plans_with_several_streams_must_win_on_a_slow_host() -> None:
-    """With the shipped profile and a host that is half as fast, "auto" chooses a plan only if it hides the host's
+    """With the shipped profile and a host that is half as fast, "auto" chooses a plan only if the plan hides the host's
     time."""
     planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
     op, hidden, bare = "all_gather_matmul", (1536, 18944, 3584), (1536, 14336, 4096)

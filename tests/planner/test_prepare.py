@@ -1,4 +1,4 @@
-"""weft.prepare chooses plans for exactly the calls that it makes."""
+"""weft.prepare chooses plans for exactly those calls that it makes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tiles of a plan: the rule, compared with stored times of GEMMs alone (H200, 2026-11) and of whole ops on two
-GPUs, and the plans that follow it."""
+"""The rule for a plan's tiles is compared with stored times of GEMMs alone (H200, 2026-11) and of whole ops on two
+GPUs; the plans that follow the rule are tested too."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def rows(name: str) -> list[dict]:
 
 @pytest.mark.parametrize("loop", ["flat", "told"])
 def test_the_rules_half_tiles_are_faster_for_gemms_alone(loop: str) -> None:
-    """For other shapes, half tiles would gain at most 6%, but these lose in a whole op."""
+    """For other shapes, half tiles alone would gain at most 6%, but they are slower in a whole op."""
     usual, half = f"{loop} 128x256 w8 s3 x1", f"{loop} 64x256 w4 s5 x1"
     gained = {True: [], False: []}  # type: ignore[var-annotated]
     for r in rows("nvidia-h200-x1/experiments/tile-forms.jsonl"):

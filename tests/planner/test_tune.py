@@ -347,7 +347,7 @@ def test_the_plain_gemm_is_right() -> None:
 
 @pytest.mark.parametrize(("tile", "per_sm"), WAVES, ids=str)
 def test_the_tiles_that_are_timed_compile_without_spills(tile: GemmTile, per_sm: int) -> None:
-    """The kernels compile for sm_90a, with the configuration's number of programs per SM, and use tensor cores."""
+    """The kernels compile for sm_90a, with the configured number of programs per SM, and use tensor cores."""
 
     def fn(world: weft.World) -> None:
         probes = Bench.__new__(Bench)
@@ -382,7 +382,7 @@ def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
 
 
 def test_over_nodes_alike_the_link_between_is_measured() -> None:
-    """The link is added to one node's profile, which then predicts any number of nodes."""
+    """The link is added to one node's profile, which then predicts for any number of nodes."""
 
     def main(world: weft.World) -> Profile:
         probes = list(probes_of(Bench(world, Nobody(world), TINY)))

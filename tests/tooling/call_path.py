@@ -1,9 +1,9 @@
 """The Python functions that a first call and a known call of a shape enter, from the public function to the launches:
 `python -m tests.tooling.call_path`.
 
-The program counts them on rank 0 of an emulated World, in the first and in the third call of a shape. It does not count functions that
-the emulator and its backend call: on a GPU, one call of CUDA or NCCL replaces them. A comprehension counts as one if
-Python runs it as a function (3.11, but not 3.12 and later).
+The program counts these functions on rank 0 of an emulated World, in the first and in the third call of a shape. The
+program does not count functions that the emulator and its backend call: on a GPU, one call of CUDA or NCCL replaces
+them. A comprehension counts as one if Python runs it as a function (3.11, but not 3.12 and later).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def row_norm_column(form: Plan) -> Make:
     return make
 
 
-# For each name: the call, and the most functions that a first call and a known call may enter.
+# For each name: the call, and the largest numbers of functions that a first call and a known call may enter.
 CALLS: dict[str, tuple[Make, int, int]] = {
     "all-gather + GEMM, sequential": (all_gather("sequential"), 85, 10),
     "all-gather + GEMM, fused": (all_gather("fused"), 215, 11),
@@ -83,7 +83,7 @@ CALLS: dict[str, tuple[Make, int, int]] = {
 
 
 class CallPath:
-    """Counts the functions of weft that are entered, except those that the emulator enters."""
+    """Count the functions of weft that are entered, except those that the emulator enters."""
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()

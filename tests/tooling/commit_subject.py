@@ -1,5 +1,5 @@
-"""The commit-msg hook that `make hooks` installs: a commit's subject has a prefix by area, is imperative, and has at most 72
-characters."""
+"""The commit-msg hook that `make hooks` installs. The hook requires that a commit's subject has a prefix by area, is
+imperative, and has at most 72 characters."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """Print the structure of the source in numbers, and check its limits: `python tests/tooling/structure.py` (`make
 structure`).
 
-A module may import only modules with its own layer's name and modules of lower layers. DOORS lists the exceptions, all
-of them imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
-functions count here, imports for type checking alone do not. Such imports do count as arrows: an arrow leads from a
-package, or a module beside the packages, to each other one that it imports, and UP arrows may lead from a lower to a
-higher one.
+A module may import only modules of its own layer's name and of lower layers. DOORS lists the exceptions, all of them
+imports inside functions. Modules must not import each other in a circle, except through a door; imports inside
+functions count here, imports for type checking alone do not. Imports for type checking do count as arrows, however. An
+arrow leads from a package, or from a module beside the packages, to each other package or module that it imports. UP is
+the number of arrows that may lead from a lower to a higher one.
 
 Only `architectures` compares compute capabilities.
 
-A limit that the source does not meet yet has today's number, with the goal beside it: lower it together with the
-number. In the code outside src, which NAMED lists, only names are checked. `--lines` prints the lines of code instead,
+A limit that the source does not meet yet is set to today's number, with the goal beside it: lower it together with the
+number. In the code outside src that NAMED lists, only names are checked. `--lines` instead prints the lines of code,
 beside the numbers in CODE_LINES.
 """
 
@@ -30,8 +30,8 @@ from typing import TypeGuard
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "weft"
 
-# The layers from the bottom; names on one line do not import each other. A module belongs to the longest name with
-# which it begins.
+# The layers from the bottom; names on one line do not import each other. A module belongs to the longest listed name
+# with which it begins.
 LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("architectures",),
@@ -67,10 +67,10 @@ DOORS = {
     ("backends.library_gemm", "integrations.quack"): "a product asks for quack's GEMM, which is timed against cuBLAS",
 }
 
-UP = 4  # the most arrows that lead up: the doors, and `torch_library`'s import of `op` for types
+UP = 4  # the largest number of arrows that lead up: the doors, and `torch_library`'s import of `op` for types
 LINES, KERNEL_LINES = 60, 80  # the most lines of a function and of a device function, without the docstring
 LONGER: dict[str, tuple[int, str]] = {}
-PARAMETERS = 16  # the most parameters of a device function; MORE lists the exceptions
+PARAMETERS = 16  # the largest number of parameters of a device function; MORE lists the exceptions
 MORE: dict[str, int] = {}
 
 ANY = 146  # lines that name Any; Transformers' modules have no other type
@@ -81,9 +81,10 @@ FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subjec
 PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
 SHARED_NAMES = 0  # names that several modules give to different classes, constants or types
 ALIASES = 0  # aliases of a type for which another module has an alias too
-BROKEN_TABLES = 0  # rows of docstrings' tables that were wrapped as prose
+BROKEN_TABLES = 0  # rows of tables in docstrings that were wrapped as prose
 
-# Names without a meaning (instead of `found`, name the thing found), and private words for which the field has others.
+# Names without a meaning (instead of `found`, name the object that was found), and private words for which the field
+# has others.
 BANNED = frozenset(
     "of at by made given found met told what first more lie came want got said mine theirs there here now each both "
     "other own settle settled turn turned turns tell hear hears heard say board agree agreed meet meeting meetings "
@@ -116,15 +117,15 @@ class Function:
 
 @dataclass
 class Module:
-    """One file. `name` is relative to the package; the package itself is "weft". `imports` lists (module, line),
-    imports inside functions included."""
+    """One file. `name` is relative to the package; the package itself is "weft". `imports` lists (module, line) for all
+    imports, including those inside functions."""
 
     name: str
     path: Path
     text: str
     package: bool
     imports: list[tuple[str, int]] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)  # imported modules, those for type checking included
+    named: set[str] = field(default_factory=set)  # imported modules, including imports for type checking
     functions: list[Function] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -171,7 +172,7 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
 def _imports(
     module: Module, known: Mapping[str, Module], nodes: Callable[[ast.AST], Iterator[ast.AST]]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the modules of this package that a module imports in `nodes` of its tree: for `from package import name`
+    """Yield the modules of this package that a module imports in `nodes` of its tree. `from package import name` yields
     the module `package.name`, if it exists."""
     package = [] if module.name == "weft" else module.name.split(".")
     package = package if module.package else package[:-1]
@@ -208,7 +209,7 @@ def layer_of(name: str, layers: Sequence[Sequence[str]]) -> tuple[int, str] | No
 def upward(
     modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[str]], doors: Mapping[tuple[str, str], str]
 ) -> list[str]:
-    """Return imports that do not go down, modules without a layer, and doors that no module uses."""
+    """Return imports that do not lead down, modules without a layer, and doors that no module uses."""
     violations, used = [], set()
     for module in modules_by_name.values():
         layer = layer_of(module.name, layers)
@@ -232,7 +233,7 @@ def upward(
 
 
 def arrows_up(modules_by_name: Mapping[str, Module], layers: Sequence[Sequence[str]]) -> list[str]:
-    """Return pairs of a package, or a module beside the packages, and a higher one that it imports, each with the
+    """Return pairs of a package, or a module beside the packages, and a higher one that it imports, each pair with its
     imports. A package is in its highest layer."""
     level = {name.split(".")[0]: i for i, names in enumerate(layers) for name in names}
     arrows = defaultdict[str, list[str]](list)
@@ -392,7 +393,7 @@ def any_lines(module: Module) -> list[int]:
 
 
 def skipped(module: Module) -> list[int]:
-    """Return the lines with a mark that keeps the formatter from changing them."""
+    """Return the lines with a mark that stops the formatter from changing these lines."""
     return [i for i, line in enumerate(module.text.splitlines(), 1) if "# fmt: skip" in line]
 
 
@@ -412,7 +413,7 @@ def fragments(module: Module) -> list[int]:
 
 def shared_names(modules_by_name: Mapping[str, Module]) -> dict[str, list[str]]:
     """Return the names that several modules give to different public classes, constants or aliases of types, each with
-    its modules. TypeVars do not count, and aliases of one type under one name count as one thing (`shared_aliases`)."""
+    its modules. TypeVars are ignored, and aliases of one type under one name count once (`shared_aliases`)."""
     by_name: dict[str, dict[str, str]] = defaultdict(dict)  # for each name, a module for each meaning
     for module in modules_by_name.values():
         for name, value in _named(module):
@@ -450,7 +451,8 @@ def _assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
 
 
 def _is_type_alias(name: str, value: ast.expr | None) -> TypeGuard[ast.expr]:
-    """Return whether an assignment gives a type a second name: `Tensor = torch.Tensor`, `Row = tuple[int, ...]`."""
+    """Return whether an assignment creates a second name for a type: `Tensor = torch.Tensor`, `Row = tuple[int,
+    ...]`."""
     camel = name[:1].isupper() and not name.isupper()
     is_type = isinstance(value, ast.Name | ast.Attribute | ast.Subscript | ast.BinOp)
     return camel and is_type and ast.unparse(value) != "Any"  # type: ignore[arg-type]
@@ -495,8 +497,8 @@ def without_meaning(modules_by_name: Mapping[str, Module]) -> list[str]:
 
 
 def broken_tables(module: Module) -> list[int]:
-    """Return the lines of docstrings where a row of a table is wrapped as prose: a line left of the table's column of
-    text, between lines in that column."""
+    """Return the lines of docstrings where a row of a table is wrapped as prose: such a line starts left of the table's
+    text column and is between lines that start in that column."""
     lines = []
     for node in ast.walk(module.tree):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node):

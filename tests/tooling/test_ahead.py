@@ -1,4 +1,4 @@
-"""Predictions that are stored before the calls are measured, and their errors."""
+"""Predictions that are stored before the calls are measured, and the errors of these predictions."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_page_reports_that_nothing_was_measured(tmp_path: Path) -> None:
 
 
 def test_every_plan_that_is_tuned_is_predicted() -> None:
-    """The plan that the planner chooses, one of the fastest, is included."""
+    """The plan that the planner chooses, one of the fastest, is among them."""
     rows = list(ahead.predicted("nvidia-h200-x4", 8, "now", shapes.TILELINK[:1]))
     for op in ahead.OPS:
         times = {json.dumps(row["plan"]): row["predicted"] for row in rows if row["op"] == op}

@@ -1,4 +1,4 @@
-"""bench/measure/batch_invariance.py: on emulated ranks, where only the clock is replaced, all methods compute the same
+"""bench/measure/batch_invariance.py runs on emulated ranks with only the clock replaced: all methods compute the same
 layer."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""bench/measure/eager.py: every op and size has rows, and those of "auto" have its plan."""
+"""bench/measure/eager.py writes rows for every op and size, and the rows of "auto" contain its plan."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_case_has_a_row_of_both_methods(tmp_path: Path, monkeypatch: pytes
 
     weft.spmd(main, 1, backend="emulated")
     rows = [json.loads(line) for line in (tmp_path / "eager.jsonl").read_text().splitlines()]
-    sizes = [(128 * 2, 64), (64, 128), (64, 128)]  # N and K with one rank
+    sizes = [(128 * 2, 64), (64, 128), (64, 128)]  # N and K on one rank
     expected = [(op, way, m, *size) for op, size in zip(eager.OPS, sizes, strict=True) for m in (8, 16) for way in ("library", "auto")]  # fmt: skip
     assert [(r["op"], r["method"], r["M"], r["N"], r["K"]) for r in rows] == expected
     assert {(r["method"], r["plan"]) for r in rows} == {("library", None), ("auto", Sequential().to_json())}

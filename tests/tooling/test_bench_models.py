@@ -1,4 +1,5 @@
-"""bench/measure/models.py and bench/measure/models_training.py: both sides give the same results on emulated ranks."""
+"""bench/measure/models.py and bench/measure/models_training.py give the same results on both sides on emulated
+ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def test_libraries_and_the_decoder_give_the_same(kind: str) -> None:
 
 
 def alone(world: weft.World, fn: Callable[[], torch.Tensor]) -> None:
-    """Run a pass without communication, with the same values: rank 0 makes one pass more than the other ranks, which
+    """Run a pass without communication, with the same values: rank 0 runs one more pass than the other ranks, which
     therefore cannot answer."""
     result = fn().clone()
     if world.rank == 0:
@@ -87,7 +88,7 @@ def test_a_dense_model_runs_by_every_method_and_auto() -> None:
 
 
 def once(fns: dict[str, Callable[[], object]], **_: object) -> dict[str, float]:
-    """Call every function once, in place of the clock."""
+    """Call every function once, instead of timing it."""
     return {name: 1.0 + (fn() is None) for name, fn in fns.items()}
 
 
@@ -99,7 +100,7 @@ METHODS = {
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One whole measurement runs, with only the clock replaced."""
+    """One whole measurement runs, and only the clock is replaced."""
     config, _ = bench.MODELS[name]
     small = {key: value for key, value in TINY.items() if key not in ("vocab_size", "num_hidden_layers")}
     monkeypatch.setitem(bench.MODELS, name, (config | small | dict(vocab_size=96), (8, 8)))
@@ -139,9 +140,9 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
 
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
 def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
-    """The results are equal, and so are a training step's gradients of x and of every weight. On a rank, the two sides
-    add different terms of the router's gradient, so the test compares sums over ranks. No other step uses the leaves of
-    a step's graph."""
+    """The results are equal, as are a training step's gradients of x and of every weight. On a rank, the two sides add
+    different terms of the router's gradient, so the test compares sums over ranks. No other step uses the leaves of a
+    step's graph."""
     sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
@@ -188,7 +189,7 @@ def heads_in_float64(layer_sizes: training.Sizes, qkv: torch.Tensor, ranks: int)
 def experts_in_float64(
     x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return the part of the result that one rank's columns of its experts compute. routing is [M, experts of the
+    """Return the part of a rank's result that its columns of the experts contribute. routing is [M, experts of the
     rank]."""
     inner, total = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
@@ -199,8 +200,8 @@ def experts_in_float64(
 
 
 def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
-    """EP 2 x TP 2 on four ranks gives the whole layer's result and gradients of x and of every weight, on both sides of
-    the benchmark."""
+    """With EP 2 x TP 2 on four ranks, both sides of the benchmark compute the whole layer's result and the gradients of
+    x and of every weight."""
     ranks, layer_sizes = 4, training.LAYERS["Mixtral training"]
     layer_sizes = layer_sizes._replace(
         hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4
@@ -221,7 +222,7 @@ def test_experts_over_two_groups_train_as_the_whole_layer() -> None:
         x = x + sum(heads_in_float64(layer_sizes, y @ qkv.t(), ranks) @ out.t() for qkv, out in parts)
         y = F.rms_norm(x, x.shape[1:])
         top = (
-            torch.cat(  # every rank has its own copy of the router, for its tokens
+            torch.cat(  # every rank has a separate copy of the router, for its tokens
                 [t @ router.t() for t, router in zip(y.chunk(ranks), named["mlp.router"], strict=True)]
             )
             .softmax(1)

@@ -13,7 +13,8 @@ from bench.measure import norm as bench
 
 
 def test_the_one_shot_sum_reads_partial_sums_after_the_two_shot_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's two-shot all-reduce works in place: in the same memory it would leave the sum to the one-shot all-reduce."""
+    """torch's two-shot all-reduce works in place: in shared memory it would leave its sum as input to the one-shot
+    all-reduce."""
     group = SimpleNamespace(WORLD=SimpleNamespace(group_name="all"))
     monkeypatch.setattr(bench.dist, "group", group)
     monkeypatch.setattr(bench.symm, "empty", lambda m, h, **_: torch.empty(m, h, dtype=torch.bfloat16))

@@ -12,7 +12,7 @@ from bench.measure import run
 
 
 def test_sizes_of_the_command_line() -> None:
-    """The command line may request sizes alone or beside named shapes; without either, it means every shape."""
+    """The command line may request sizes alone or beside named shapes; without either, it requests every shape."""
     alone = run.arguments(["--op", "all_gather_matmul", "--size", "300,5376,21504", "--out", "out"])
     assert alone.sizes == [shapes.MLP("300x5376x21504", 300, 5376, 21504)] and alone.ops == ["all_gather_matmul"]
     named = run.arguments(["--shapes", "MLP-2", "MLP-1", "--size", "8,64,128", "16,64,128", "--out", "out"])

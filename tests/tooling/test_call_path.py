@@ -1,4 +1,4 @@
-"""A first call and a known call enter few Python functions (call_path.py), so that a reader can follow them and the host
+"""A first call and a known call enter few Python functions (call_path.py), so a reader can follow them and the host
 needs little time."""
 
 from __future__ import annotations

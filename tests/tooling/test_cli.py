@@ -1,4 +1,4 @@
-"""The `weft` command as a user sees it: its exit codes, its output, and its reports of broken kernels."""
+"""The `weft` command is tested as a user runs it: its exit codes, its output, and its reports of broken kernels."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_check_finds_broken_kernels(kernel, old: str, new: str, says: str) -> No
 
 START = "    me = wl.rank_of(ch)\n"
 HELPER = "@weft.jit\ndef helper(me):\n    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n    return v\n\n\n"
-REFUSED = {  # code after START of the kernel, or before it; the line that the error names, and its message
+REFUSED = {  # code after START of the kernel, or before it; the line that the error names, and the error's message
     "break": ("    for i in range(3):\n        if i == 1:\n            break\n", 3, "unsupported AST node type: Break"),
     "comprehension": ("    parts = [tl.load(x + i) for i in range(2)]\n", 1, "only tuple comprehensions are supported"),
     "two types": ("    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n", 1, "Mismatched type for v"),
@@ -407,7 +407,7 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
 
 
 def test_doctor_names_the_missing_compiler_of_tritons_stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For example, a slim container has no compiler."""
+    """A slim container, for example, has no compiler."""
     monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC", raising=False)

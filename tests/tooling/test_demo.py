@@ -1,4 +1,4 @@
-"""The demo's picture of a call on GPUs, made from events that torch.profiler records, shows exactly the call."""
+"""The demo's picture of a call on GPUs, generated from events that torch.profiler records, shows exactly the call."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ GATHER, SCATTER = (
 )
 UP, DOWN = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
 PUSH, OWN = "Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"
-CLOCKS = 7.9e12, 7.9e12 + 40_000.0  # in microseconds, the start of the call on each rank's clock
-FIRST_WAIT = 94_000.0  # the wait of rank 0 for rank 1
+CLOCKS = 7.9e12, 7.9e12 + 40_000.0  # in microseconds, the start of the call according to each rank's clock
+FIRST_WAIT = 94_000.0  # the time that rank 0 waits for rank 1
 
 
 def event(
@@ -65,8 +65,8 @@ def before(start: float, wait: float) -> Events:
 
 
 def sequential(start: float, wait: float, late: float) -> Events:
-    """Return a call of 131 + 1395 + 98 + 702 + 163 us, which begins 12 us after the barrier, with gaps of 2 us. Rank
-    1's GEMM is `late`, so that its last collective waits less."""
+    """Return a call of 131 + 1395 + 98 + 702 + 163 us that begins 12 us after the barrier, with gaps of 2 us. Rank 1's
+    GEMM is `late`, so its last collective waits for less time."""
     stages = ((GATHER, 131.0), (UP, 1395 + late), ("silu_mul", 98.0), (DOWN, 702.0), (SCATTER, 163 - late))
     events, begin = before(start, wait), start + 12
     for name, us in stages:
@@ -100,7 +100,7 @@ def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[di
 
 
 def texts(figure: Figure) -> Iterator[Text]:
-    """Return all drawn text; matplotlib also keeps labels of ticks outside an axis."""
+    """Return all drawn text; matplotlib also keeps tick labels outside an axis."""
     ticks = [tick for axes in figure.axes for tick in axes.xaxis.get_major_ticks()]
     beyond = {tick.label1 for tick in ticks if not 0 <= tick.get_loc() <= figure.axes[0].get_xlim()[1]}
     for text in figure.findobj(Text):
@@ -118,7 +118,7 @@ def lanes_of(spans: list[Span], rank: int = 0) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(("plan", "start", "end"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
 def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], start: float, end: float) -> None:
-    """One rank waited 94 ms for another one whose clock is 40 ms ahead; the picture shows neither the wait nor the
+    """One rank waited 94 ms for another rank, whose clock is 40 ms ahead; the picture shows neither the wait nor the
     difference."""
     for rank, wait in enumerate((FIRST_WAIT, 3.0)):
         spans = spans_of(rank, plan(CLOCKS[rank], wait, 0.0))
@@ -230,8 +230,8 @@ def test_texts_do_not_overlap_or_leave_the_page(ranks: int) -> None:
 
 
 def test_the_profiler_starts_before_the_ranks_meet_and_records_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This demo runs on a CPU: it does not record the first call, and each call follows a host barrier, a sleep and a
-    device barrier."""
+    """This demo runs on a CPU. The demo does not record the first call, and each call follows a host barrier, a sleep
+    and a device barrier."""
     steps: list[str] = []
     calls = iter((torch.sin, torch.cos))
 
@@ -267,7 +267,7 @@ def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
 
 
 def test_the_emulated_layer_ends_earlier_with_weft(tmp_path: Path) -> None:
-    """In the sequential plan, the stages run one after another; weft's collectives run beside its GEMMs."""
+    """In the sequential plan, the stages run one after another; in weft's plan, collectives run beside GEMMs."""
     drawn: dict[str, list[Span]] = {}
 
     def draw(panels: dict[str, list[Span]], path: Path, **_: object) -> None:

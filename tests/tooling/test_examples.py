@@ -1,5 +1,5 @@
-"""The examples are right under many schedules, the emulator finds a bug planted in the first one under every
-schedule, and docs/writing-kernels.md shows them unchanged."""
+"""The examples give right results under many schedules, the emulator finds a bug planted in the first example under
+every schedule, and docs/writing-kernels.md shows the examples unchanged."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ APART = {
     "lightning_tp",
     "two_nodes",
     "vllm_serve",
-}  # not examples of weft alone: tests/integrations and tests/emulated/test_nodes.py run them
+}  # examples that also need other packages: tests/integrations and tests/emulated/test_nodes.py run them
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
 def emulate(path: Path, ranks: int, seed: int) -> None:
-    """Run the file like `weft check`."""
+    """Run the file as `weft check` does."""
     weft.spmd(check.load(str(path)), ranks, backend="emulated", seed=seed)
 
 
@@ -57,7 +57,7 @@ def test_example_on_other_numbers_of_ranks(name: str) -> None:
         emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
-# test_example tests the examples' output; one function prints the usage of all examples that run without arguments.
+# test_example tests the examples' output, and one function prints the usage of all examples that run without arguments.
 @covered("(?!all_gather_rowwise).*", covering="[all_gather_rowwise]")
 @pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # own_op is no script
 def test_an_example_prints_its_result_or_its_usage(name: str) -> None:
@@ -122,7 +122,7 @@ def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path
 
 def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
     """Later waits end too early. The emulator reports a race or, if the copies still come first, calls that were not
-    counted; if the host compares before the late copy, it reads an old row."""
+    counted. If the host compares before the late copy, the comparison reads an old row."""
     path = tmp_path / "not_ended.py"
     path.write_text(FIRST.read_text().replace("    wl.end_call(ch, epoch, tl.num_programs(0))\n", ""))
     kinds = []
@@ -137,7 +137,7 @@ def test_call_that_is_not_ended_is_found(tmp_path: Path) -> None:
 
 
 def variants(path: Path, ranks: int) -> tuple[Ran, list[Variant]]:
-    """Return the launches when the file is run."""
+    """Return the launches that occur when the file is run."""
     result = check.search(check.load(str(path)), ranks, range(1))
     assert not result.findings
     return result.ran, list(result.ran.variants.values())
@@ -230,7 +230,7 @@ OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.s
 
 def shape(line: str) -> str:
     """Return a line of a report without the parts that depend on the schedule or on line numbers in weft's source; the
-    example's line number stays."""
+    example's line number remains."""
     line, place = line.partition(" at ")[0], re.search(r"(\S*)\.py:(\d+)", line)
     in_example = f" at line {place[2]}" if place and "weft/" not in place[1] else ""
     return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line)) + in_example

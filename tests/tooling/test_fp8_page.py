@@ -1,4 +1,4 @@
-"""The tables of docs/fp8.md, made from invented rows."""
+"""The tables of docs/fp8.md, generated from made-up rows."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quantized(m: int, **us: float) -> dict:
 
 
 def test_the_cost_of_quantizing_is_compared_with_one_and_two_kernels() -> None:
-    """Means are geometric. Only the newest line of each size counts, and a recipe that was not measured is left out."""
+    """Means are geometric. Only the newest line of each size counts, and a recipe that was not measured is omitted."""
     with_row = {
         "silu_mul, row": 12.0,
         "quantize after silu_mul, row": 6.0,
@@ -107,7 +107,7 @@ def test_eager_calls_are_shown_where_torch_was_not_captured(
 
 
 def test_a_size_where_nothing_can_be_saved_has_no_share() -> None:
-    """If the limit equals sequential's time, "auto" can save nothing, however fast it is."""
+    """If the limit equals sequential's time, "auto" can save nothing, even if it is fast."""
     row_at_limit = over_ranks(10, sequential=6.0) | {"recipe": "block"}
     assert fp8_page.ranks([row_at_limit]).splitlines()[-1].split(" | ")[-2:] == ["", "2.00x |"]
 

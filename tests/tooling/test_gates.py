@@ -1,4 +1,4 @@
-"""If a case is left to the gates because another case covers it, that case exists, and `make test` runs it."""
+"""If a case is left to the gates because another case covers it, the covering case exists and `make test` runs it."""
 
 from __future__ import annotations
 

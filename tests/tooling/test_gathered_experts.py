@@ -1,5 +1,5 @@
-"""The layer whose experts are vLLM's or quack's, between NCCL's collectives, on emulated ranks, where torch replaces
-both."""
+"""The layer whose experts run in vLLM's or quack's kernels, between NCCL's collectives, on emulated ranks, where torch
+replaces both kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODEL = Model(32, 16, 6, 3)
 
 
 def fused_experts(x: Any, w1: Any, w2: Any, weights: Any, ids: Any, *, global_num_experts: int, expert_map: Any) -> Any:
-    """A stand-in for vLLM's function: ids number all experts, and `expert_map` maps them to this rank's."""
+    """A stand-in for vLLM's function: ids number all experts, and `expert_map` maps them to this rank's experts."""
     assert ids.dtype == torch.int32 and expert_map.shape == (global_num_experts,) == (MODEL.experts,)
     out = torch.zeros_like(x, dtype=torch.float32)
     for token, slot in torch.nonzero(expert_map[ids.long()] >= 0).tolist():

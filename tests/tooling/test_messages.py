@@ -1,4 +1,4 @@
-"""A caller's mistake raises an error in the caller's terms, which names the called function."""
+"""A caller's mistake raises an error that uses the caller's terms and names the called function."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WITHOUT: Calls = {  # calls with None, by the name in their error
 
 
 def error_text(call: Callable[[weft.World], object], *errors: type[Exception]) -> str:
-    """Return the error that both of two ranks raise."""
+    """Run the call on two ranks, and return the error that both raise."""
 
     def main(world: weft.World) -> str:
         with pytest.raises(errors) as caught:
@@ -103,7 +103,7 @@ def test_check_refuses_a_gpu_that_the_compiler_may_not_know(target: str, tmp_pat
 def test_check_names_the_line_of_a_file_that_fails_at_import(
     text: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name is relative to the file's folder, as at a prompt."""
+    """The name is relative to the file's folder, as in a shell there."""
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     result = command("check", "broken.py")

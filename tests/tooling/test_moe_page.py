@@ -1,4 +1,4 @@
-"""Tables of experts on one GPU, made from invented rows."""
+"""Tables of experts on one GPU, generated from made-up rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ratios_of_each_gpu_of_uniform_routing(tmp_path: Path) -> None:
 
 
 def test_ratios_below_one_name_their_bound(tmp_path: Path) -> None:
-    """64 tokens read all eight experts, 101 MB, in 100 us and in 50 us; 8,192 tokens take 0.2 TFLOP."""
+    """64 tokens read all eight experts, 101 MB, in 100 us and in 50 us; 8,192 tokens need 0.2 TFLOP."""
     store(tmp_path, "nvidia-a-x1", US | {"vllm": 50.0})
     assert one_gpu_page.one_gpu_table(tmp_path).splitlines()[-1] == (
         "Below 1.0x: 1 size of up to 64 tokens, bound by weights, read 1.0 TB/s (the library: 2.0);"
@@ -104,7 +104,7 @@ def test_important_sizes_are_measured_first(tmp_path: Path) -> None:
 
 
 def test_several_gpus_are_compared_with_the_usual_choice(tmp_path: Path) -> None:
-    """A library that was missing has an empty cell, and the fastest of the others is compared."""
+    """If a library was missing, its cell is empty, and the fastest of the other libraries is compared."""
     for world, us in ((2, {"auto": 80.0}), (4, {"auto": 100.0, "vllm": 150.0, "library, eager": 400.0})):
         (tmp_path / f"a-x{world}").mkdir()
         rows = [dict(name="Mixtral-512", method=m, us=t, zipf=0.0, world=world, **SIZES) for m, t in us.items()]
@@ -115,7 +115,7 @@ def test_several_gpus_are_compared_with_the_usual_choice(tmp_path: Path) -> None
 
 
 def test_stragglers_by_delay(tmp_path: Path) -> None:
-    """Calls of two ranks, each late in turn, end after 40 us."""
+    """Calls of two ranks, each of which is late in turn, end after 40 us."""
     row = dict(name="Mixtral-512", method="auto", delay=1.0, delay_us=20.0, **figures([(40.0, 30.0), (30.0, 40.0)] * 2))
     assert row["us"] == row["p95_us"] == 40.0
     (tmp_path / "a-x2").mkdir()

@@ -138,8 +138,8 @@ def kept_norm(own_op: dict[str, Any], backwards: list[tuple[Any, ...]]) -> Any:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_saved_tensors_and_the_chosen_plan_reach_the_backward_pass(own_op: dict[str, Any], compiled: bool) -> None:
-    """The backward pass receives the call and the chosen plan, whatever plan was requested; without a gradient, the
-    forward pass saves no tensor."""
+    """The backward pass receives the call and the chosen plan, even if a different plan was requested; without a
+    gradient, the forward pass saves no tensor."""
     backwards: list[tuple[Any, ...]] = []
     op, kept_call = kept_norm(own_op, backwards)
     pushed = own_op["Pushed"]
@@ -191,7 +191,7 @@ def test_its_plan_travels_as_any_other(own_op: dict[str, Any]) -> None:
 
 def test_auto_chooses_the_fastest_plan(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank's time counts. A gain below MIN_SPEEDUP over sequential, or over a plan that the op lists
-    earlier, does not count."""
+    earlier, is ignored."""
     op, plans = own_op["GATHER_NORM"], (own_op["Pushed"](), own_op["Pushed"](rows=1))
     monkeypatch.setattr(
         "weft.planner.auto._planner_or_unusable", lambda world: pytest.fail("a planner, which has no model of it")
@@ -219,7 +219,8 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
 
 
 def test_a_trial_of_long_calls_has_as_many_rounds(own_op: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trial of long calls has fewer calls: a single round would show too little of how calls differ."""
+    """A trial of long calls times fewer calls in each round, but as many rounds: a single round would not show how much
+    calls differ."""
     op, asked = own_op["GATHER_NORM"], {2: [], 4: [], 6: []}  # the calls in a turn, for each number of rows
     call_us = {2: 1e3, 4: 15e3, 6: 1e6}  # the time of a call in us
 
@@ -254,7 +255,7 @@ def test_ranks_on_gpus_import_no_emulator() -> None:
 
 @pytest.mark.gpu
 def test_on_gpus() -> None:
-    """plan="auto" runs eagerly, in a CUDA graph, compiled, and with a gradient."""
+    """plan="auto" works eagerly, in a CUDA graph, compiled, and with a gradient."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", __name__]
     env = os.environ | {"WEFT_SHARE_GPU": "1"}
     done = subprocess.run(run, capture_output=True, text=True, timeout=200, env=env)

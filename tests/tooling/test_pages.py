@@ -1,4 +1,4 @@
-"""Each page made from stored results equals the output of its program, and every stored result is used."""
+"""Each generated page equals the output of its program, and every stored result is used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 import weft
-from bench.pages import layer_picture, pages, report, table
+from bench.pages import hardware_page, layer_picture, pages, report, table, ways
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,9 +34,13 @@ def test_the_shipped_table_equals_the_output_of_its_program() -> None:
 
 
 def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:
-    """Rows without an op, such as those of batch-invariant layers, lie in the same folder."""
+    """The same folder contains rows without an op, such as those of batch-invariant layers."""
     rows = json.loads(table.table_of("nvidia-h100")[0])
     assert rows and all(row["confirmed"] for row in rows)
+
+
+def test_the_page_counts_many_failed_checks_of_one_kind() -> None:
+    assert hardware_page.listed(["b", "a 1", "c 1", "a 2", "a 3", "c 2", "a 4"]) == "4 of *a ..*, *b*, *c 1*, *c 2*"
 
 
 def test_the_docs_are_short_enough() -> None:
@@ -47,7 +51,7 @@ def test_the_docs_are_short_enough() -> None:
 
 
 def words_of(text: str) -> int:
-    """Return the number of words of a page. Figures in tables count, but tables' rules and HTML comments do not."""
+    """Return the number of words on a page. Figures in tables count, but tables' rules and HTML comments do not."""
     return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", text, flags=re.S)))
 
 
@@ -93,16 +97,17 @@ def stored_rows(machine: str, file: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def source_of(title: str) -> tuple[str, str, str, Callable[[dict], bool]]:
+    """Return the file, the baseline, the method and the filter of a line's rows."""
+    op = title.partition(", ≤512 tokens")[0]
+    return LAYERS.get(title) or (OPS[op], "sequential", "auto", lambda r: (r["M"] <= 512) == ("≤" in title))
+
+
 def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[str, float]:
     """Return the speedup of weft, or of the library, over the baseline for each size. The test computes the speedup
-    from the stored rows with code of its own."""
+    from the stored rows with separate code."""
     op = title.partition(", ≤512 tokens")[0]
-    file, base, method, counts = LAYERS.get(title) or (
-        OPS[op],
-        "sequential",
-        "auto",
-        lambda r: (r["M"] <= 512) == ("≤" in title),
-    )
+    file, base, method, counts = source_of(title)
     every = [r for r in stored_rows(machine, file) if counts(r)]
     ratios = {}
     for name in {r["name"] for r in every}:
@@ -119,7 +124,7 @@ def ratios_of(machine: str, title: str, mode: str, library: str = "") -> dict[st
 
 
 def mean_of(file: str, machine: str) -> str:
-    """Return the geometric mean of an op's speedups at all sizes, in CUDA graphs."""
+    """Return the geometric mean, over all sizes, of an op's speedups in CUDA graphs."""
     (title,) = (title for title, name in OPS.items() if name == file)
     ratios = [r for size in ("", ", ≤512 tokens") for r in ratios_of(machine, title + size, "graph").values()]
     return f"{statistics.geometric_mean(ratios):.2f}x"
@@ -131,7 +136,8 @@ def lines_of_the_readme(heading: str) -> list[list[str]]:
 
 
 def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
-    """The README has weft's mean, the best other library's mean, and the lowest ratio over all sizes and both modes."""
+    """The README states weft's mean, the best other library's mean, and the lowest ratio over all sizes and both
+    modes."""
     table = lines_of_the_readme("How fast it is")
     assert len(table) == len(LAYERS) - 2 + 2 * len(OPS)  # Transformers' lines are in the other table
     for name, *cells, lowest in table:
@@ -142,7 +148,8 @@ def test_the_readmes_means_are_those_of_the_stored_rows() -> None:
             by_library = {library: ratios_of(machine, title, "graph", library) for library in ("torch", "quack")}
             means = [(statistics.geometric_mean(r.values()), library) for library, r in by_library.items() if r]
             assert best == ("{:.2f}x {}".format(*max(means)) if means else "–"), title
-        every = [r for m in MACHINES for mode in ("graph", "eager") for r in ratios_of(m, title, mode).values()]
+        machines = (*MACHINES, "nvidia-h100-x4")
+        every = [r for m in machines for mode in ("graph", "eager") for r in ratios_of(m, title, mode).values()]
         assert lowest == f"{min(every):.2f}x", title
 
 
@@ -160,25 +167,28 @@ def test_the_readmes_doors_have_the_gains_of_the_stored_rows() -> None:
 
 
 def test_each_mean_names_the_commits_of_its_rows() -> None:
-    """Each chapter names the commits and dates of stored rows; a mean without its own has those of the line above."""
+    """Each mean names the commits and dates of its own rows; a mean without a source has that of the line above."""
     chapters = re.split(r"^## (nvidia-\S+)$", (ROOT / "docs/measurements.md").read_text(), flags=re.M)[1:]
     for machine, chapter in zip(chapters[::2], chapters[1::2], strict=True):
-        chapter = chapter.partition("\n## ")[0]
-        lines = re.findall(r"^\| .*\*\*.* \| (.*) \|$", chapter, re.M)
-        assert lines and lines[0], machine
+        lines = re.findall(r"^\| (.*?) \| .*\*\*.* \| (.*) \|$", chapter.partition("\n## ")[0], re.M)
+        assert lines and lines[0][1], machine
         folder = ROOT / "bench/results" / machine
         paths = [*folder.glob("*.jsonl"), *folder.glob("quack/*.jsonl")]
-        rows = [r for path in paths for r in stored_rows(machine, str(path.relative_to(folder).with_suffix("")))]
-        stored = {r["commit"][: report.HASH] for r in rows if "commit" in r}
-        dates = {r["date"][:10] for r in rows if "date" in r}
-        for source in filter(None, lines):
-            assert (hashes := set(re.findall(r"`([0-9a-f]{8})`", source))), source
-            assert hashes <= stored and set(re.findall(r"\d{4}-\d\d-\d\d", source)) <= dates, source
+        every = [r for path in paths for r in stored_rows(machine, str(path.relative_to(folder).with_suffix("")))]
+        source = ""
+        for title, named in lines:
+            source, rows = named or source, every
+            if title in LAYERS or title.partition(", ≤")[0] in OPS:
+                file, _, _, counts = source_of(title)
+                rows = [r for r in stored_rows(machine, file) if counts(r)]
+            assert (hashes := set(re.findall(r"`([0-9a-f]{8})`", source))), title
+            assert hashes <= {r.get("commit", "")[: report.HASH] for r in rows}, title
+            assert set(re.findall(r"\d{4}-\d\d-\d\d", source)) <= {r.get("date", "")[:10] for r in rows}, title
 
 
 def test_the_readmes_other_figures_are_those_of_the_stored_rows() -> None:
     """The README's other figures are the times of experts on one GPU compared with vLLM's and quack's, the gain for a
-    prompt, in total and by overlap, and vLLM's lowest repeat."""
+    prompt, in total and from overlap, and vLLM's lowest repeat."""
     text = (ROOT / "README.md").read_text()
     one = {(r["name"], r["method"]): r["us"] for r in stored_rows("nvidia-h100-x1", "moe_one_gpu") if r["zipf"] == 0}
     names = {name for name, method in one if method == "weft"}
@@ -206,7 +216,7 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
 
 
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
-    """The speedups are those of Transformers' models, woven and not."""
+    """The speedups are those of Transformers' models, woven and unwoven."""
     errors: dict[str, dict[str, float]] = {}
     for r in stored_rows("nvidia-h100-x2", "hf_errors"):
         errors.setdefault(r["method"], {})[r["name"]] = r["error"]
@@ -241,6 +251,17 @@ def test_means_beside_other_kernels_are_those_of_the_stored_rows() -> None:
     ]
     over = [t["cuBLAS"] / min(time for name, time in t.items() if name.startswith("quack")) for t in rows]
     assert f"**{statistics.geometric_mean(over):.2f}x** as fast as cuBLAS on {len(over)} shapes" in guide
+
+
+def test_a_mean_over_shapes_is_of_one_card(tmp_path: Path) -> None:
+    """A shape that only H100s measured does not count in the mean over H200s."""
+    plan = json.dumps({"kind": "sequential"})
+    for machine, name in (("nvidia-h100-x4", "MLP-2"), ("nvidia-h200-x4", "MLP-1")):
+        folder = tmp_path / machine / "tuning"
+        folder.mkdir(parents=True)
+        row = {"op": "all_gather_matmul", "name": name, "mode": "graph", "world": 4, "times": {plan: 100.0}}
+        (folder / "x4-1.jsonl").write_text(json.dumps(row) + "\n")
+    assert {key: list(shapes) for key, shapes in ways.tuned(tmp_path).items()} == {("all_gather_matmul", 4): ["MLP-1"]}
 
 
 def test_every_stored_experiment_is_read() -> None:

@@ -10,7 +10,7 @@ from weft.backends.messages import Messages
 
 
 def threads(name: str = "") -> set[str]:
-    """Return the ids of this process's threads whose names contain a text."""
+    """Return the ids of those threads of this process whose names contain the given text."""
     return {task.parent.name for task in Path("/proc/self/task").glob("*/comm") if name in task.read_text()}
 
 

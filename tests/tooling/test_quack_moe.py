@@ -1,4 +1,4 @@
-"""An MoE layer with quack's grouped GEMMs, in the emulator, where torch computes the GEMMs."""
+"""An MoE layer with quack's grouped GEMMs runs in the emulator, where torch computes the GEMMs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T, H, INNER, E, K = 13, 160, 24, 5, 3
 
 def gemm_gated(A: Any, B: Any, *, activation: str, store_preact: bool, cu_seqlens_m: Any, A_idx: Any, tuned: bool,
                config: Any) -> tuple[None, torch.Tensor]:  # fmt: skip
-    """A stand-in for quack's function, for pairs of neighbouring columns."""
+    """A stand-in for quack's function, for pairs of adjacent columns."""
     assert (activation, store_preact, tuned, B.shape) == ("swiglu", False, False, (E, H, 2 * INNER))
     assert cu_seqlens_m.dtype == A_idx.dtype == torch.int32 and A_idx.shape == (T * K,) and config.cluster_n == 1
     parts = A[A_idx.long()].split(cu_seqlens_m.diff().tolist())
@@ -91,12 +91,12 @@ def test_the_fastest_form_that_runs() -> None:
 
 
 def test_forms_are_tried_in_processes_that_end() -> None:
-    """Without a GPU no form gives a right result, and no trial exceeds its time."""
+    """Without a GPU no form gives a right result, and no trial exceeds its time limit."""
     assert usable(0.3, FORMS[:2]) == []
 
 
 def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
-    """A form that no process had time to try is tried next time."""
+    """A form for which no process had time is tried next time."""
     monkeypatch.setenv("QUACK_CACHE_DIR", str(tmp_path))
     asked: list[list[object]] = []
 
@@ -111,7 +111,7 @@ def test_each_form_is_tried_once(monkeypatch: Any, tmp_path: Any) -> None:
 
 
 def test_quacks_signatures_have_these_arguments() -> None:
-    """If quack is installed, its own signatures must have these names."""
+    """If quack is installed, its function signatures must contain these names."""
     interface, plain = pytest.importorskip("quack.gemm_interface"), pytest.importorskip("quack.gemm")
     assert inspect.signature(gemm_gated).parameters.keys() <= inspect.signature(interface.gemm_gated).parameters.keys()
     assert {"pingpong", "cu_seqlens_m"} <= inspect.signature(plain.gemm).parameters.keys()

@@ -1,4 +1,4 @@
-"""The pages of measurements: the rows that count, the methods that a ratio compares, and the README, where only the
+"""The pages of measurements: the rows that count, the methods that a ratio compares, and the README, in which only the
 text between the marks changes.
 """
 
@@ -69,7 +69,7 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
 
 
 def test_weft_without_something_is_no_peer(repo: Path) -> None:
-    """The best method of another library counts as the peer."""
+    """The best method of another library is the peer."""
     ways = [
         row("fused", 290),
         row("equal split", 250),
@@ -100,8 +100,8 @@ def test_a_geometric_mean_is_over_all_shapes_of_a_size(repo: Path) -> None:
 
 
 def test_only_the_newest_run_counts(repo: Path) -> None:
-    """Newer rows may precede older ones in the file; rows that only the older run has are not shown beside the newer
-    ones."""
+    """Newer rows may precede older rows in the file; rows that only the older run contains are not shown beside the
+    newer ones."""
     new = "2026-12-02T00:00:00"
     rows = [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("fused", 50)]
     store(repo, [*rows, row("sequential", 200, date=new), row("decomposed", 150, date=new)])
@@ -204,7 +204,7 @@ def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
 
 
 def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
-    """The bound is 100 + 80 / 4 = 120 us: the GEMM, then the transfer of the last of four groups."""
+    """The bound is 100 + 80 / 4 = 120 us: the time of the GEMM, then the transfer of the last of four groups."""
     name, copies = "default, 4 CTAs", "copies, 4 SMs"
     rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1, copies: 125})
     rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400, copies: 400}, K=2048)

@@ -1,4 +1,5 @@
-"""Measurements that continue: finished cases are not repeated, and a case that ended a run comes last."""
+"""Measurements that continue after an interruption: finished cases are not repeated, and a case that ended a run comes
+last."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ CASES = {"one": 1, "two": 2, "three": 3}
 
 
 def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
-    """The first run ends within the second case, which the next run therefore runs last."""
+    """The first run ends within the second case, so the next run executes that case last."""
 
     def main(world: weft.World) -> list[list[int]]:
         cases = unfinished(world, tmp_path, CASES)
@@ -28,7 +29,8 @@ def test_a_run_continues_where_the_last_one_ended(tmp_path: Path) -> None:
 
 
 def test_other_arguments_are_other_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A different folder or time limit does not make a different measurement, since users may move the results."""
+    """A measurement with a different folder or time limit is the same measurement, because users may move the
+    results."""
 
     def measured(*words: str) -> list[int]:
         monkeypatch.setattr(resume.sys, "argv", ["bench/measure/moe.py", *words])

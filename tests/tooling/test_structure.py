@@ -1,4 +1,4 @@
-"""Tests of the layers of the source: the planner asks the registry for the properties of an op."""
+"""Tests of the source's layers: the planner asks the registry for the properties of an op."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLANNER = sorted((SOURCE / "planner").rglob("*.py"))
 
 @pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_planner_names_no_op(path: Path) -> None:
-    """Collectives are excluded, since one has the name of an op."""
+    """Collectives are excluded, because one of them has the name of an op."""
     names = set(REGISTRY) - set(collectives().values())
     constants = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
     assert not [f"{path.name}:{node.lineno}" for node in constants if node.value in names]

@@ -1,4 +1,4 @@
-"""The runner of torch's own suites, on suites of a few lines; and the table made from its output."""
+"""The runner of torch's own test suites, on suites of a few lines, and the table generated from its output."""
 
 from __future__ import annotations
 

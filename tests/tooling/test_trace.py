@@ -1,5 +1,5 @@
-"""Timelines: the file that Perfetto reads, the order of lanes, and a picture of every kind of span. test_demo.py tests
-calls on GPUs.
+"""Timelines: the file that Perfetto reads, the order of lanes, and a picture with every kind of span. test_demo.py
+tests calls on GPUs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() 
 
 
 def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
-    """Every lane has a name, even a releaser's lane without a slice of its own."""
+    """Every lane has a name, even if it belongs to a releasing program and has no slice."""
     for spans in (SPANS, [WAIT]):
         trace_events = events(spans)
         named = {(e["pid"], e["tid"]): e["args"]["name"] for e in trace_events if e["name"] == "thread_name"}

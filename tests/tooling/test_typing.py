@@ -1,4 +1,4 @@
-"""Types as a user's type checker sees them: the package declares that it is typed and passes `mypy --strict`; no op
+"""Types as a user's type checker reads them: the package declares that it is typed and passes `mypy --strict`; no op
 returns Any, and mypy refuses an impossible call."""
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ WRONG = {  # a line of main, and mypy's message about it
 
 @pytest.fixture(scope="module")
 def mypy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    """Return mypy's output for a file, which is fast after the first time."""
+    """Return mypy's output for a file; mypy is fast after its first run."""
     folder, kept = tmp_path_factory.mktemp("user"), request.config.cache.mkdir("mypy")
     (folder / "mypy.ini").write_text(CONFIG)
 

@@ -1,5 +1,5 @@
-"""The benchmark of vLLM with invented engines: the order of turns, the contents of a row, and how requests are sent
-and timed."""
+"""The benchmark of vLLM with simulated engines: the order of turns, the contents of a row, and the way in which
+requests are sent and timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bench.pages import vllm_page
 
 @dataclass
 class Turns:
-    """An engine that needs its `seconds` for each turn, and records the turn."""
+    """An engine that spends `seconds` on each turn and records the turn."""
 
     method: str
     seconds: deque[float]
@@ -56,7 +56,7 @@ def test_turns_end_with_the_time() -> None:
 
 
 def test_requests_are_scaled_until_stock_is_busy_long_enough() -> None:
-    """The first turn is not timed; then 8 requests need a second."""
+    """The first turn is not timed; the next 8 requests need one second."""
     asked: list[int] = []
 
     def serve(load: Load) -> Served:
@@ -76,8 +76,8 @@ def test_lengths_have_the_published_means(name: str, tokens: tuple[int, int]) ->
 
 @dataclass
 class EngineOfOneTokenAStep:
-    """An engine like `LLMEngine`: every step lasts `seconds` and gives each request one token, until the request has
-    all its tokens."""
+    """An engine like `LLMEngine`: every step lasts `seconds` and produces one token for each request, until the request
+    has all its tokens."""
 
     seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)
@@ -107,8 +107,8 @@ def test_no_more_requests_are_in_flight_than_the_mix_has() -> None:
 
 
 def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
-    """1,000 requests arrive per second, and each is served alone in two steps of 5 ms: the last one waits for all
-    earlier ones."""
+    """1,000 requests arrive per second, and each request is served alone in two steps of 5 ms: the last request waits
+    for all earlier ones."""
     load = Mix(1, Tokens(16), Tokens(2)).load(6, 1000.0)
     served = vllm_engine.serve(EngineOfOneTokenAStep(0.005), load, [None] * 6, [2] * 6)
     assert load.arrivals() == sorted(load.arrivals()) and load.arrivals()[0] > 0
@@ -116,7 +116,7 @@ def test_the_time_to_the_first_token_counts_from_the_arrival() -> None:
 
 
 class AllReduceFusionPass:
-    """A pass like vLLM's: the object holds the number of matches in the last compiled graph."""
+    """A pass like vLLM's: the object contains the number of matches in the last compiled graph."""
 
     def __init__(self, matches: int) -> None:
         self.matched_count = matches
@@ -137,26 +137,28 @@ def test_matches_are_those_of_the_passes_that_live() -> None:
 
 
 def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
-    """Only the newest row of a model, mix and method counts."""
+    """Only the newest row of a model, mix and method counts, and the page names the mixes of each date."""
 
-    def row(ratio: float) -> dict[str, Any]:
+    def row(ratio: float, mix: str = "decode", date: str = "2026-11-26") -> dict[str, Any]:
         latency = {"first_token_ms": [10.0, 20.0], "between_tokens_ms": [1.0, 2.0]}
         return dict(
-            model="Llama-8B", layers=16, ranks=4, mix="decode", method="weft", baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
+            model="Llama-8B", layers=16, ranks=4, mix=mix, method="weft", baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
             ratio=ratio, ratio_range=[0.99, 1.04], null_range=[0.98, 1.01], latency={"weft": latency, "stock": latency}, requests=8,
-            rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date="2026-11-26",
+            rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date=date,
             **{"fused all-reduce": {"stock": {"asked": True, "backend": "trtllm", "matches": 32}}},
         )  # fmt: skip
 
     page = vllm_page.serving([row(1.5), row(1.02)])
-    assert "(trtllm)" in page and "1.50x" not in page
+    assert "(trtllm)" in page and "1.50x" not in page and "NVIDIA H100, 2026-11-26, 16 layers" in page
+    page_of_dates = vllm_page.serving([row(1.5, "prompts"), row(1.02), row(1.1, "prompts", "2026-11-27")])
+    assert "2026-11-26 (decode), 2026-11-27 (prompts), 16 layers" in page_of_dates and "1.50x" not in page_of_dates
     cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
     assert cells in page
 
 
 def test_an_engines_process_imports_no_torch_before_its_environment_is_set() -> None:
     """A process of `multiprocessing` imports the parent's main module before it runs `vllm_engine.main`, which sets the
-    environment of the engine. The stock engine also has nothing of weft but the package's lazy names."""
+    environment of the engine. The stock engine also contains nothing of weft except the package's lazy names."""
     names = "'torch', 'triton', 'vllm', 'weft.world'"
     imports = f"import sys, bench.measure.vllm_serving; print([name for name in ({names}) if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", imports], capture_output=True, text=True, check=True).stdout

@@ -1,11 +1,11 @@
-"""Record in tests/trends.csv how many minutes the long commands take:
+"""Record in tests/trends.csv the minutes that long commands need:
 
     python -m tests.tooling.trends NAME COMMAND ...
     python -m tests.tooling.trends NAME --seconds N
 
-Run the command and, if it succeeds, add a line; or add a line for a command that took N seconds. A line has the date,
-the command's name, the minutes, the number of cores, and the version of weft, by the name of the code in src/weft
-(gpu_queue.py). The file keeps the last line of a day, for the newest KEPT days of each command.
+Run the command and, if it succeeds, add a line; or add a line for a command that took N seconds. A line contains the
+date, the command's name, the minutes, the number of cores, and the version of weft, which is the name of the code in
+src/weft (gpu_queue.py). The file keeps the last line of each day, for the newest KEPT days of each command.
 """
 
 from __future__ import annotations

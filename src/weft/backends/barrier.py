@@ -17,9 +17,10 @@ def wait_word(word, value, guard):
 
 @jit(do_not_specialize=("number",))
 def barrier(calls, epoch, number):
-    """Wait for all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. It raises
-    Mismatch unless every rank is in call `number`. The fence turns the stores into releases, and the wait is an
-    acquire; stream order covers the work before and after this kernel. `epoch` int32 [1] counts the barriers."""
+    """Wait for all ranks: `same_call` stores a word to every rank and waits for the words of all ranks. The wait raises
+    Mismatch unless every rank is in call number `number`. The fence turns the stores into releases, and the wait is an
+    acquire. Stream order covers the work before and after this kernel. `epoch` int32 [1] counts the calls of the
+    barrier."""
     release_fence("sys")
     same_call(calls, number)
     tl.store(epoch, tl.load(epoch) + 1)
@@ -27,7 +28,7 @@ def barrier(calls, epoch, number):
 
 @jit(do_not_specialize=("number",))
 def compare(calls, number):
-    """Make the stream wait until every rank has reached this launch, which must be in call `number` on every rank."""
+    """Make the stream wait until every rank has reached this launch. All ranks must be in call `number`."""
     same_call(calls, number)
 
 
@@ -36,9 +37,9 @@ def wait_group(ch, group, arrivals, last):
     """Make the stream wait until all `arrivals` programs of this GPU's signaled GEMM that compute tiles of `group` have
     notified the group in this call.
 
-    Only these waits read the number of the call. They run in order on one stream, and the wait with `last` != 0
-    increments it. The GEMM neither reads nor increments the number, because the GEMM may end before the wait runs, or
-    begin after it."""
+    Only these waits read the number of the call. The waits for a group run in order on one stream, and the wait with
+    `last` != 0 increments the number. The GEMM neither reads nor increments the number, because the GEMM may end before
+    the wait runs, or begin after it."""
     channel_wait(ch, group, arrivals, group, rank_of(ch), "gpu")
     if last != 0:
         tl.store(ch.state + CALLS, calls_of(ch))

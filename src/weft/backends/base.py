@@ -1,7 +1,7 @@
 """The interface between a World and the machine that it runs on.
 
-A backend provides memory, streams and transports; it knows nothing of ops. All backends (`cuda`, `gloo`, `emulated`)
-implement this one class, so an op is written once and never asks where it runs.
+A backend provides memory, streams and transports, and contains no code of any op. All backends (`cuda`, `gloo`,
+`emulated`) implement this one class, so an op is written once and never tests which backend runs it.
 
 Ordering contract: operations enqueued on one stream run in that order. `record` / `wait_event` order two streams.
 `launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the work is
@@ -41,19 +41,19 @@ from .nodes import why_no_levels
 
 R = TypeVar("R")
 
-# Types that only the backend itself interprets.
+# Types whose values only the backend itself interprets.
 Event: TypeAlias = Any  # returned by `record`, for `wait_event`
-Communicator: TypeAlias = Any  # returned by `communicator`; None: the World's own communicator
+Communicator: TypeAlias = Any  # the type that `communicator` returns; None: the World's own communicator
 
-Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
+Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's parameter names
 CallRecord = tuple[str, tuple[tuple[str, Hashable], ...]]  # the title and the fields of a call
 
-BETWEEN_CTAS = 8  # the most CTAs of a collective between nodes; kernels inside a node leave it as many SMs
+BETWEEN_CTAS = 8  # the largest number of a collective's CTAs between nodes; kernels in a node leave as many SMs free
 
 
 def timeout_seconds() -> float:
     """Return the time limit of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises
-    ValueError unless that is a number of seconds above 0 and at most a million."""
+    ValueError unless the variable is a number of seconds above 0 and at most a million."""
     setting = os.environ.get("WEFT_TIMEOUT", "30")
     try:
         seconds = float(setting)
@@ -65,8 +65,8 @@ def timeout_seconds() -> float:
 
 
 def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the ranks' tensors, in the order of ranks; floating-point tensors are summed in float32, and
-    rounded once."""
+    """Return the sum of the ranks' tensors, added in the order of ranks. Floating-point tensors are summed in float32
+    and rounded once."""
     if not tensors[0].is_floating_point():
         return torch.stack(list(tensors)).sum(0).to(tensors[0].dtype)
     total = tensors[0].float()
@@ -76,58 +76,59 @@ def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Backend(ABC):
-    """One rank's access to its machine."""
+    """One rank's access to the machine on which it runs."""
 
     name: str
     rank: int
     size: int
     device: torch.device
-    sm_count: int  # programs that can be resident at once with one program an SM
+    sm_count: int  # the number of programs that can be resident at once with one program per SM
     scale: Scale = Scale()
-    group: ProcessGroup | None = None  # the group of torch.distributed, if there is one
-    capability: int = HOPPER  # the compute capability that kernels are compiled for, times ten
-    peers_unsupported: str | None = None  # why kernels cannot store to peers' memory; None if they can
-    symmetric_unsupported: str | None = None  # why peers' memory or its atomics do not work; None if both work
-    reference: bool = False  # whether every op runs by its sequential plan, even if the caller names another plan
-    shares_gpu: bool = False  # whether ranks share one GPU, so that times mean nothing
-    clock: Clock | None = None  # the clock that times calls; None if times mean nothing
-    limits_ctas: bool = True  # whether `communicator` observes its limit of CTAs
+    group: ProcessGroup | None = None  # the group of torch.distributed, if one exists
+    capability: int = HOPPER  # the compute capability for which kernels are compiled, times ten
+    peers_unsupported: str | None = None  # the reason why kernels cannot store to peers' memory; None if they can
+    symmetric_unsupported: str | None = None  # why peers' memory or atomics on it do not work; None if both work
+    reference: bool = False  # whether every op runs its sequential plan, even if the caller names another plan
+    shares_gpu: bool = False  # whether ranks share one GPU, so that measured times are meaningless
+    clock: Clock | None = None  # the clock that times calls; None if measured times are meaningless
+    limits_ctas: bool = True  # whether `communicator` enforces its limit of CTAs
     world_numbers: Iterator[int] = itertools.count()  # a number that is part of each World's name
     compares: bool = False  # whether the hosts compare every call of every rank (`compared`)
-    compares_at_once: bool = False  # whether `compared` waits for no rank
+    compares_at_once: bool = False  # whether `compared` returns without waiting for other ranks
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """Return the number of each rank's node, by rank; nodes are numbered in the order of their first ranks. A
-        backend with ranks on several hosts overrides it."""
+        """Return the number of each rank's node, by rank. Nodes are numbered in the order of their first ranks. A
+        backend with ranks on several hosts overrides this method."""
         return (0,) * self.size
 
     @cached_property
     def ledgers(self) -> Ledgers | None:
-        """Return the ledgers of the device, the same for all Worlds of its ranks; None if no kernel waits."""
+        """Return the device's ledgers, which all Worlds of its ranks share; None if no kernel waits."""
         return None
 
     @cached_property
     def two_level_unsupported(self) -> str | None:
-        """Return why there are no `levels`, or None if there are; the same on all ranks."""
+        """Return the reason why there are no `levels`, or None if there are; all ranks return the same value."""
         return why_no_levels(self.nodes)
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
-        """All-gather a picklable object on the host. The call blocks until every rank has made it, and raises Timeout
-        when a rank is too late."""
+        """All-gather a picklable object on the host. The call blocks until every rank has made it. The call raises
+        Timeout if a rank is too late."""
 
     def post(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         """Post `obj` to all ranks, each of which posts an object now or later, and return a function that collects
-        these objects. Its argument is the number of seconds to wait; it returns None if a rank has not posted by then.
-        With None it blocks as `exchange` does. The caller must collect posts in order, and before the next exchange. If
-        `post` itself returns None, `obj` is not posted, and the caller has to exchange it."""
+        these objects. The argument of that function is the number of seconds to wait; the function returns None if a
+        rank has not posted by then. With None, the function blocks as `exchange` does. The caller must collect posts in
+        order, and before the next exchange. If `post` itself returns None, `obj` was not posted, and the caller must
+        exchange `obj`."""
         return None
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        """Return the calls known so far, by rank, if some rank's call with the same number differs from `call`; else
-        None. Here the hosts of all ranks wait for each other."""
+        """Return the calls known so far, by rank, if some rank's call with the same number differs from `call`;
+        otherwise return None. In this class the hosts of all ranks wait for each other."""
         calls = self.exchange(call)
         return dict(enumerate(calls)) if any(peer_call != call for peer_call in calls) else None
 
@@ -144,9 +145,10 @@ class Backend(ABC):
         """Return the backend of this rank's node, and the backend of the ranks with the same local rank on all nodes.
         Collective.
 
-        A kernel of the node that waits for peers may run at the same time as a collective between the nodes, and each
-        of the two makes progress only if its peers' counterparts run. So the node's kernels leave BETWEEN_CTAS SMs
-        free, and a collective has at most BETWEEN_CTAS CTAs: there is room for both, whichever starts first.
+        A kernel of the node that waits for peers may run at the same time as a collective between the nodes. Each of
+        the two makes progress only if its counterparts on the peers run. The node's kernels therefore leave
+        BETWEEN_CTAS SMs free, and a collective has at most BETWEEN_CTAS CTAs: both fit on the GPU, whichever starts
+        first.
         """
         ranks_per_node = self.nodes.count(0)
         node = self.split(
@@ -163,34 +165,36 @@ class Backend(ABC):
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until all operations that this rank has enqueued are done; raise Timeout if a device-side wait has
+        """Wait until all operations that this rank has enqueued are done. Raise Timeout if a device-side wait has
         expired."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to make different calls. The
-        check is cheap enough to run in every call: it reads a pinned word."""
+        """Raise Timeout if a device-side wait has expired, and Mismatch if ranks were found to make different calls.
+        The check reads one pinned word, so it is cheap enough to run in every call."""
 
     @abstractmethod
     def left_out(self) -> int:
-        """Return the number of rows dropped for lack of room in all calls so far; reading it is as cheap as `check`."""
+        """Return the number of rows that were dropped for lack of room in all calls so far; reading this number is as
+        cheap as `check`."""
 
     @abstractmethod
     def left_out_by_rank(self) -> list[int]:
-        """Return the numbers of dropped rows by the rank that dropped them: for this rank all rows that it dropped, for
-        another rank the rows of this rank's tokens."""
+        """Return the numbers of dropped rows by the rank that dropped them. For this rank, the number covers all rows
+        that it dropped; for every other rank, it covers the dropped rows of this rank's tokens."""
 
     def close(self) -> None:
         """Release the backend's resources."""
 
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
-        """Note the first call of an op's kernels for sizes M, N, K and that number of multiply-adds per rank; the
-        emulator logs a warning if the call will take long."""
+        """Note the first call of an op's kernels for sizes M, N, K and the given number of multiply-adds per rank. The
+        emulator logs a warning if the call will be slow."""
 
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        """Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, 256-byte aligned. Collective."""
+        """Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, at an address that is a multiple of 256
+        bytes. Collective."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -202,7 +206,7 @@ class Backend(ABC):
 
     @abstractmethod
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a small device tensor holding `values`."""
+        """Return a small device tensor that contains `values`."""
 
     @abstractmethod
     def guard(self) -> torch.Tensor:
@@ -211,7 +215,7 @@ class Backend(ABC):
     # -- names and counts, for reports ---------------------------------------------------------------------------------
     @property
     def kernels(self) -> int:
-        """Return the number of kernels compiled and loaded so far; 0 for a backend that compiles none."""
+        """Return the number of kernels compiled and loaded so far; 0 for a backend that compiles no kernels."""
         return 0
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
@@ -222,7 +226,7 @@ class Backend(ABC):
         rank."""
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        """Set the name that reports use for a tensor's elements if an operation has only their address."""
+        """Set the name that reports use for a tensor's elements if only an element's address is known."""
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor, arrivals: list[int] | None
@@ -237,12 +241,12 @@ class Backend(ABC):
 
     @abstractmethod
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
-        """Return the rank's own stream of that name ("copy", "comm"), made on first use. urgent: the stream has a
-        higher priority than the main stream, so that free SMs go to its kernels first; not for a second stream of
-        GEMMs, which would overtake earlier GEMMs."""
+        """Return this rank's stream with that name ("copy", "comm"), created on first use. urgent: the stream has a
+        higher priority than the main stream, so that free SMs run its kernels first. Do not use it for a second stream
+        of GEMMs, which would overtake earlier GEMMs."""
 
     def side_streams(self) -> Sequence[Stream]:
-        """Return the streams that `side_stream` has made."""
+        """Return the streams that `side_stream` has created."""
         return ()
 
     @abstractmethod
@@ -258,9 +262,9 @@ class Backend(ABC):
         """Make later operations of `stream` wait for the event."""
 
     def sequence(self, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that enqueues the operations of `work()` with less host time. They must be the same in
-        every call, on the same memory, on `stream` or on streams that start after it and that it waits for at the end.
-        `stream` is the current stream while `work` runs."""
+        """Return a function that enqueues the operations of `work()` with less host time. These operations must be the
+        same in every call and use the same memory. They run on `stream`, or on streams that start after `stream` and
+        for which `stream` waits at the end. `stream` is the current stream while `work` runs."""
 
         def run() -> None:
             with self.on(stream):
@@ -269,14 +273,14 @@ class Backend(ABC):
         return run
 
     def start_after(self, stream: Stream, earlier: Stream) -> None:
-        """Make later operations of `stream` start after all operations enqueued on `earlier` so far, only to leave room
-        on the SMs. The caller orders the accesses to memory by other means."""
+        """Make later operations of `stream` start after all operations enqueued on `earlier` so far. The only purpose
+        is to leave SMs free. The caller must order the accesses to memory by other means."""
         self.wait_event(stream, self.record(earlier))
 
     def persistent_allocation(self) -> AbstractContextManager[None]:
         """Return a context manager for allocations that outlive the call (`outlives_call`), which must not come from
-        the memory pool of a CUDA graph. Work inside is ordered as if it were on the current stream. Captures must not
-        use it."""
+        the memory pool of a CUDA graph. Work inside the context is ordered as if it were on the current stream.
+        Captures must not use it."""
         return outlives_call()
 
     @abstractmethod
@@ -293,7 +297,7 @@ class Backend(ABC):
 
     @abstractmethod
     def finish(self, stream: Stream) -> None:
-        """Make results on `stream` readable by the caller (the module's docstring has the contract)."""
+        """Make results on `stream` readable by the caller (the module's docstring states the contract)."""
 
     # -- stream operations -------------------------------------------------------------------------------------------
     @abstractmethod
@@ -305,20 +309,20 @@ class Backend(ABC):
         options: Options,
         stream: Stream,
     ) -> None:
-        """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
-        them, TensorDescriptors. `options`: num_warps, num_stages; co_resident, for programs small enough to share the
-        SMs with the next launch's programs; per_sm, the number of programs that should share an SM, together with one
-        program of the previous launch if that is co_resident; local, for programs that wait neither for other ranks nor
-        for each other, so that ranks may launch different programs, and more than can be resident at once;
+        """Run `grid` programs of a `weft.jit` kernel. `args` are by name: tensors, ints, constexpr values, NamedTuples
+        of these, and TensorDescriptors. `options`: num_warps, num_stages; co_resident, for programs small enough to
+        share the SMs with the next launch's programs; per_sm, the number of programs that should share an SM, together
+        with one program of the previous launch if that is co_resident; local, for programs that wait neither for other
+        ranks nor for each other, so that ranks may launch different programs, and more than can be resident at once;
         few_registers, for a kernel whose registers Triton's newer assembler would spill; enable_fp_fusion False, for a
         kernel that must round products before it adds them, however it is compiled."""
 
     @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved]) -> None:
-        """Run a prepared launch with the arguments that change from call to call, by name (`kernel_launch.Launch`)."""
+        """Run a prepared launch with the arguments that change between calls, by name (`kernel_launch.Launch`)."""
 
     def note_launches(self) -> AbstractContextManager[Notes]:
-        """Return a context manager that notes the launches inside it with programs that wait (`residency`)."""
+        """Return a context manager that notes the launches inside it whose programs wait (`residency`)."""
         return nullcontext(Notes())
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
@@ -326,7 +330,8 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Copy `src` to `dst` by a copy engine; both have the same shape and dtype, and either may be a peer's."""
+        """Copy `src` to `dst` by a copy engine. Both tensors have the same shape and dtype, and either one may be in a
+        peer's memory."""
 
     @abstractmethod
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
@@ -340,8 +345,8 @@ class Backend(ABC):
     def call(
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        """Enqueue a library's work, such as a cuBLAS GEMM, on a stream. `fn` enqueues work that accesses only `reads`
-        and `writes`."""
+        """Enqueue work of a library such as cuBLAS on a stream. `fn` enqueues work that accesses only `reads` and
+        `writes`."""
 
     def results(
         self,
@@ -351,7 +356,7 @@ class Backend(ABC):
         stream: Stream,
     ) -> Sequence[torch.Tensor]:
         """Enqueue, as `call` does, a library function that allocates its own results, with the shapes and dtypes
-        `wanted`; return the results."""
+        `wanted`, and return the results."""
         outs = [self.empty(shape, dtype) for shape, dtype in wanted]
 
         def fill() -> None:
@@ -369,7 +374,8 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x @ weight.T + bias by a library's GEMM (`multiply`; cuBLAS with a bias), in `out` or a new tensor."""
+        """Return x @ weight.T + bias, in `out` or a new tensor. `multiply` computes the GEMM; cuBLAS computes it if
+        there is a bias."""
         y = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if bias is None:
             self.call(lambda: multiply(x, weight, y), [x, weight], [y], stream)
@@ -379,7 +385,7 @@ class Backend(ABC):
 
     # -- collectives (NCCL on GPUs) ----------------------------------------------------------------------------------
     def communicator(self, ctas: int) -> Communicator:
-        """Return a communicator of at most `ctas` CTAs, for a collective's argument `on`. A concurrent GEMM can leave
+        """Return a communicator with at most `ctas` CTAs, for a collective's argument `on`. A concurrent GEMM can leave
         SMs free for these CTAs. None means the World's own communicator, which has no known limit. Collective."""
         return None
 
@@ -388,13 +394,13 @@ class Backend(ABC):
         """Fill out [world * n, ...] with the x [n, ...] of all ranks, in rank order. n is the same on every rank."""
 
     def all_gather_together(self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream) -> None:
-        """All-gather each of the inputs, which have one dtype, in one launch if the library supports that."""
+        """All-gather each of the inputs, which have one dtype; use a single launch if the backend supports that."""
         for out, x in zip(outs, inputs, strict=True):
             self.all_gather(out, x, stream)
 
     @abstractmethod
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
-        """Fill out [n, ...] with this rank's part of the sum over ranks of x [world * n, ...]."""
+        """Fill out [n, ...] with this rank's shard of the sum over ranks of x [world * n, ...]."""
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
@@ -404,4 +410,4 @@ class Backend(ABC):
     def all_to_all(
         self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
     ) -> None:
-        """Send inputs[r] to rank r and receive outs[r] from rank r. Tensors are contiguous, and may be empty."""
+        """Send inputs[r] to rank r and receive outs[r] from rank r. Tensors must be contiguous, and may be empty."""

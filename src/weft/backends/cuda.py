@@ -1,8 +1,8 @@
 """Each rank is a process with its own GPU, or ranks share a GPU (`shared_gpu`). torch.distributed._symmetric_memory
 provides the memory, and NCCL the collectives.
 
-weft makes no NVLink multicast object. If torch's symmetric memory has made one, plan "multicast" can use its address;
-TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making one.
+weft makes no NVLink multicast object. If torch's symmetric memory has created one, plan "multicast" can use its
+address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 stops torch from creating one.
 
 A wait that expires in a kernel is recorded in pinned memory (`Record`), and `GpuBackend.check` raises the Timeout.
 """
@@ -50,7 +50,7 @@ from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-NCCL_CTAS = 64  # the most channels of a communicator, which runs one CTA per channel
+NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
@@ -66,25 +66,26 @@ class Record:
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(RECORD_WORDS, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.words = self.host.numpy().data  # the host reads items faster from this buffer than from the array
+        self.words = self.host.numpy().data  # reading items from this buffer is faster than from the array
         self.guard = torch.zeros(GUARD_WORDS, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
         self.guard = self.guard.to(device)
 
 
-GRACE = 2.0  # seconds that a rank, after its wait has expired, waits for the records of other ranks
+GRACE = 2.0  # the seconds for which a rank, after its wait has expired, waits for the records of other ranks
 
 
 def _cause_of_waits(waits: Sequence[str], peer: int) -> str:
-    """Return the end of a line about a wait for `peer`. If this peer waits too, it may wait for a rank that reports no
-    wait, as in a gather that pulls the peers' rows in turn: the line then names the ranks that report none."""
+    """Return the end of a line about a wait for `peer`. If this peer waits too, its wait may be for a rank without a
+    reported wait, as in a gather that pulls the peers' rows in turn. The line then names the ranks without a reported
+    wait."""
     others = ", ".join(f"rank {rank}" for rank, wait in enumerate(waits) if not wait)
     return f", but waits too; no wait is reported by {others}" if peer >= 0 and waits[peer] and others else ""
 
 
 def _disagreement_of_waits(waits: Sequence[str]) -> str:
-    """Return a line that names the op in which each rank waits, if ranks wait in different ops; else ""."""
+    """Return a line that names each rank's op, if ranks wait in different ops; otherwise return ""."""
     if len(set(filter(None, waits))) < 2:
         return ""
     descriptions = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
@@ -106,9 +107,9 @@ class GpuBackend(Backend):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
-        self._events: list[torch.cuda.Event] = []  # the events that nothing will wait for any more
+        self._events: list[torch.cuda.Event] = []  # the events for which no stream will wait any more
         self.uploads = Uploads(device)
-        self._waits: list[str] | None = None  # the ops in which ranks wait, known once a wait has expired
+        self._waits: list[str] | None = None  # the ops in which ranks wait; known once a wait has expired
 
     @cached_property
     def ledgers(self) -> Ledgers:
@@ -150,7 +151,7 @@ class GpuBackend(Backend):
         return list(self.record_words.words[7:])
 
     def waits_of_all_ranks(self, own_wait: str) -> list[str]:
-        """Return the op of each rank's expired wait, by rank; "" if it is not known. own_wait: the op of this rank's
+        """Return the op of each rank's expired wait, by rank; "" if the op is unknown. own_wait: the op of this rank's
         wait."""
         return [own_wait if rank == self.rank else "" for rank in range(self.size)]
 
@@ -165,7 +166,7 @@ class GpuBackend(Backend):
         like = self._like.get(dtype)
         if like is None:
             like = self._like[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return like.new_empty(shape)  # takes less host time than torch.empty
+        return like.new_empty(shape)  # needs less host time than torch.empty
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
@@ -267,7 +268,7 @@ class GpuBackend(Backend):
         self.call(fn, reads, writes, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        with torch.cuda.device(self.device):  # else Triton would load the kernel for the current device of the thread
+        with torch.cuda.device(self.device):  # otherwise Triton would load the kernel for the thread's current device
             self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -327,13 +328,13 @@ class GpuBackend(Backend):
         return super().linear(x, weight, bias, stream, out)
 
 
-# The first byte of a post: data of `exchange`, data of `post`, or no data, since the object is too long.
+# The first byte of a post means: data of `exchange`, data of `post`, or no data, because the object is too long.
 _EXCHANGE, _POST, _TOO_LONG = b"H", b"T", b"L"
 
 
 def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate memory that ranks can share. torch's caching allocator does not free cached memory for this allocation:
-    if the allocation fails because unused memory is in the cache, empty the cache and try again.
+    """Allocate memory that ranks can share. torch's caching allocator does not free cached memory for this allocation.
+    If the allocation fails because the cache contains unused memory, empty the cache and try again.
     """
     import torch.distributed._symmetric_memory as symm
 
@@ -369,7 +370,7 @@ def _enqueued(work: dist.Work | None) -> None:
 
 
 class _On:
-    """`torch.cuda.stream` for streams of one device, in less host time than torch's."""
+    """`torch.cuda.stream` for streams of one device, with less host overhead than torch's."""
 
     __slots__ = ("backend", "before", "stream")
 
@@ -385,9 +386,9 @@ class _On:
 
 
 class _Recorded:
-    """A recorded event, which returns to `unused` when its holder drops it: a wait that a stream has enqueued does not
-    change when the event is recorded again. To record a new event takes the host 6.3 us, an old one 2.1 us (H100,
-    2026-11)."""
+    """A recorded event, which returns to `unused` when its holder drops it. Recording an event again does not change
+    waits that a stream has already enqueued. The host needs 6.3 us to record a new event, and 2.1 us to record an old
+    one (H100, 2026-11)."""
 
     __slots__ = ("event", "unused")
 
@@ -399,12 +400,12 @@ class _Recorded:
 
 
 class _Sequence:
-    """Operations that eager calls launch as one CUDA graph. A replay of four copies with events takes the host 8 us,
-    and their single launches take 89 us (H100, 2026-11).
+    """Operations that eager calls launch as one CUDA graph. The host needs 8 us to replay four copies with events as a
+    graph, and 89 us to launch them one by one (H100, 2026-11).
 
-    The first call enqueues the operations one by one, which loads their kernels. So do calls in captures, which then
-    contain the operations themselves, and calls whose launches are noted. The replays are on one stream, so that they
-    never overlap."""
+    The first call enqueues the operations one by one, which loads their kernels. Calls in captures, which then contain
+    the operations themselves, and calls whose launches are noted also enqueue the operations one by one. All replays
+    run on one stream, so they never overlap."""
 
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
         self.backend, self.stream, self.work = backend, stream, work
@@ -441,25 +442,26 @@ _dropped_in_captures: list[Any] = []  # memory and graphs of Worlds that ended d
 
 
 def _held_by(owner: object) -> list[Any]:
-    """Return an empty list of symmetric memory or graphs, which stay until `owner` ends; if a capture is running then,
-    until the capture has ended."""
+    """Return an empty list. Symmetric memory and graphs in it are kept until `owner` ends; if a capture is running at
+    that time, they are kept until the capture has ended."""
     held: list[Any] = []
     weakref.finalize(owner, _release, held).atexit = False
     return held
 
 
 def _release(held: list[Any]) -> None:
-    """Drop symmetric memory or graphs. Garbage collection may end a World, such as an unused model's, while a stream
-    captures. During a capture torch would end the process, since memory cannot be unmapped (the memory's destructor
-    throws), and CUDA would make the capture invalid, since graphs cannot be destroyed. Therefore they are kept until
-    the next allocation of symmetric memory, which is never in a capture."""
+    """Drop symmetric memory or graphs. Garbage collection may end a World, such as an unused model's, while a stream is
+    being captured. torch would then abort the process, because memory cannot be unmapped during a capture (the memory's
+    destructor throws), and CUDA would invalidate the capture, because graphs cannot be destroyed during it. So they are
+    kept until the next allocation of symmetric memory, which never happens in a capture."""
     if held and torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
     held.clear()
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the GPU that this process, or the code that made its group, has chosen; else the local rank's GPU."""
+    """Return the GPU that this process, or the code that created its group, has chosen. If no GPU was chosen, return
+    the local rank's GPU."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":
@@ -472,7 +474,7 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
-    """Return why these ranks of one node cannot address each other's memory; None if they can."""
+    """Return the reason why these ranks of one node cannot address each other's memory; None if they can."""
     taken: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device.reason:
@@ -491,8 +493,8 @@ def _why_unreachable(devices: Sequence[RankDevice]) -> str | None:
 
 
 def _why_no_atomics(devices: Sequence[RankDevice]) -> str | None:
-    """Return why these ranks, which can address each other's memory, cannot add to counters in it; None if they
-    can."""
+    """Return the reason why these ranks, which can address each other's memory, cannot add to counters in that memory;
+    None if they can."""
     for rank, device in enumerate(devices):
         others = [d.index for d in devices if d.index != device.index and not _peer_atomics(device.index, d.index)]
         if others:
@@ -520,7 +522,7 @@ def _peer_access(index: int, peer_index: int) -> bool:
 
 
 def _group_timeout() -> datetime.timedelta:
-    """Return the bound of a process group's waits, longer than the bound of a kernel's waits."""
+    """Return the time limit of a process group's waits, which is longer than that of a kernel's waits."""
     return datetime.timedelta(seconds=timeout_seconds() * 4)
 
 
@@ -528,7 +530,7 @@ def _limited(ctas: int) -> object:
     """Return NCCL's options for a communicator of at most `ctas` CTAs."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = ctas
-    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves SMs of any GPC free
+    options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC, but a GEMM leaves SMs of any GPC free
     return options
 
 
@@ -545,7 +547,7 @@ class CudaBackend(GpuBackend):
         device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
-            # One process without a launcher is a World of one rank.
+            # One process without a launcher forms a World of one rank.
             one: dict[str, Any] = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
             dist.init_process_group("nccl", device_id=device, timeout=_group_timeout(), **one)
         self.group = group if group is not None else _get_default_group()
@@ -566,8 +568,8 @@ class CudaBackend(GpuBackend):
         return CudaBackend(self._split(groups), self.compares)
 
     def _split(self, groups: Sequence[Sequence[int]], ctas: int = 0) -> dist.ProcessGroup:
-        """Make a process group for each of `groups`; return this rank's group. ctas: if not 0, the groups use NCCL
-        alone, with at most `ctas` CTAs. Collective."""
+        """Create a process group for each of `groups`, and return this rank's group. ctas: if not 0, the groups use
+        only NCCL, with at most `ctas` CTAs. Collective."""
         if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
@@ -593,7 +595,7 @@ class CudaBackend(GpuBackend):
         torch.cuda.synchronize(self.device)
 
     def alone(self) -> CudaBackend:
-        """Make the group over gloo. A group over NCCL would carry nothing, and all ranks of torch.distributed would
+        """Make the group over gloo. A group over NCCL would transfer nothing, and all ranks of torch.distributed would
         have to take part in splitting NCCL's communicator."""
         ranks = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(ranks, backend="gloo", use_local_synchronization=True), self.compares)
@@ -605,7 +607,7 @@ class CudaBackend(GpuBackend):
         return ["" if data is None else data.decode(errors="replace") for data in ended]
 
     def _connect(self) -> None:
-        """Connect this World's ranks over gloo, and by shared memory if all of them can open one file."""
+        """Connect this World's ranks over gloo, and also through shared memory if all of them can open one file."""
         seconds = timeout_seconds()
         self._messages = Messages(self.group, seconds)
         self._shm = SharedMemoryExchange.shared(self.rank, self.size, seconds, self._messages.objects)
@@ -632,8 +634,8 @@ class CudaBackend(GpuBackend):
             shared_gpu.log_shared_gpus(self.size, number)
 
     def _why_no_levels(self, devices: Sequence[RankDevice]) -> str | None:
-        """Return why the World has no levels. Collective if ranks are on several nodes of equal size, since each rank
-        knows only the links of its own node."""
+        """Return the reason why the World has no levels. The call is collective if ranks are on several nodes of equal
+        size, because each rank knows only the links of its own node."""
         reason, several = nodes.why_no_levels(self.nodes), nodes.spread(self.nodes)
         if reason is not None:
             return reason
@@ -656,7 +658,7 @@ class CudaBackend(GpuBackend):
         self._shm.post(_EXCHANGE + data if fits else _TOO_LONG)
         posts = self._shm.collect(None)
         assert posts is not None
-        # Every rank sees the same posts, so all ranks exchange by messages.
+        # Every rank reads the same posts, so all ranks agree to exchange by messages.
         if _TOO_LONG in posts and all(post[:1] != _POST for post in posts):
             return self._messages.objects(obj)
         return [_unpickled(post) for post in posts]
@@ -678,9 +680,9 @@ class CudaBackend(GpuBackend):
 
     def persistent_allocation(self) -> AbstractContextManager[None]:
         """Allocate on a side stream that is never captured. After a capture, the graph's memory pool may reuse the
-        memory of the graph's intermediate results, per stream. In a warm-up of the next graph in the same pool
-        (torch.cuda.use_mem_pool), a lasting allocation would get that memory, and the first graph's next replay would
-        overwrite it."""
+        memory of the graph's intermediate results on each stream. In a warm-up of the next graph in the same pool
+        (torch.cuda.use_mem_pool), a persistent allocation would receive that memory, and the first graph's next replay
+        would overwrite it."""
         stream, allocation_stream = self.current_stream(), self.side_stream("persistent", urgent=False)
         if not self.on_side_stream() or stream == allocation_stream:
             return outlives_call()
@@ -704,7 +706,7 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
-        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on the others
+        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on other ranks
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
         local = _symmetric_memory(nbytes, self.device)
         memory_handle = symm.rendezvous(local, self.group)
@@ -718,8 +720,8 @@ class CudaBackend(GpuBackend):
         addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
         return SymmetricTensor(local, peers, addresses, int(getattr(memory_handle, "multicast_ptr", 0) or 0))
 
-    # Collectives call the group's own methods, since torch.distributed's functions add checks that cost host time.
-    # A collective of one rank is a copy, since its group may not support CUDA tensors (`alone`).
+    # Collectives call the methods of the group, because torch.distributed's functions add checks that cost host time. A
+    # collective of one rank is a copy, because its group may not support CUDA tensors (`alone`).
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
@@ -735,8 +737,9 @@ class CudaBackend(GpuBackend):
         self.collective(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
-        """Make a separate process group. A World of only some of torch.distributed's ranks returns None: every rank
-        would have to take part. On such a World "auto" chooses no plan that needs a limited communicator."""
+        """Make a separate process group. In a World that contains only some of torch.distributed's ranks this returns
+        None, because every rank would have to take part. On such a World "auto" chooses no plan that needs a limited
+        communicator."""
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:

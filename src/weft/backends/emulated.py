@@ -1,9 +1,9 @@
-"""Ranks as greenlets on one CPU thread, in the emulator: for development, tests and teaching.
+"""Ranks run as greenlets on one CPU thread, in the emulator, for development, tests and teaching.
 
 Streams and events are the emulator's; memory is CPU tensors. Memory from `empty` is NaN until it is written. `finish`
-blocks the calling host task until the stream is drained, because the caller reads CPU memory directly; it adds no order
-between streams, as on a GPU, so the emulator still finds a missing event. With `ahead` it does nothing, as on a GPU, so
-that an operator begins while earlier operators are still running.
+blocks the calling host task until the stream is drained, because the caller reads CPU memory directly. As on a GPU, it
+does not order streams, so the emulator still finds a missing event. With `ahead`, `finish` does nothing, as on a GPU,
+so an operator begins while earlier operators are still running.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from .nodes import numbered, placed, spread
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
-# The seconds that an emulated rank needs for a multiply-add and for an element, on one core of a server (2026-11).
+# The seconds that an emulated rank needs for one multiply-add and for one element, on one core of a server (2026-11).
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
-# The emulator warns of a call that will take more than ANNOUNCED seconds, and proposes sizes for PROPOSED seconds at
-# most.
+# The emulator warns of a call that needs more than ANNOUNCED seconds, and proposes sizes that need at most PROPOSED
+# seconds.
 ANNOUNCED, PROPOSED = 60.0, 5.0
 log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
-    """A symmetric tensor that gets its `addresses`, and its views' `addresses`, from `table_of`, which numbers tensors
-    for the check of bounds."""
+    """A symmetric tensor whose `addresses`, and whose views' `addresses`, come from `table_of`, which numbers tensors
+    for the bounds check."""
 
     table_of: Callable[[Sequence[torch.Tensor]], torch.Tensor] = field(kw_only=True)
 
@@ -68,8 +68,8 @@ class _Symmetric(SymmetricTensor):
 
 
 def _one_call_at_a_time(backend: type[B]) -> type[B]:
-    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time. If a
-    call leaves work on a stream, later torch operations are ordered after that work (torch_order.py)."""
+    """Make the backend's public methods run one at a time; host code calls them from any thread of the rank. If a call
+    leaves work on a stream, later torch operations are ordered after that work (torch_order.py)."""
 
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
@@ -97,8 +97,9 @@ class EmulatedBackend(Backend):
     compares = compares_at_once = True
 
     def __init__(self, machine: Machine, machine_rank: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
-        """Make the backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the
-        number of each split that led to this World; it is the same on all these ranks, and identifies the World."""
+        """Create the backend of the machine's rank `machine_rank`, in a World of the machine's ranks `ranks`. path: the
+        number of each split that led to this World. The path is the same on all these ranks, and identifies the
+        World."""
         self._machine, self.machine_rank, self.ranks, self.path = machine, machine_rank, ranks, path
         self._splits = self._calls = 0
         self.rank, self.size = ranks.index(machine_rank), len(ranks)
@@ -110,13 +111,14 @@ class EmulatedBackend(Backend):
         self._guard: torch.Tensor | None = None
         self.ledgers = machine.ledgers.setdefault(machine_rank, Ledgers(SMs(machine.sm_count, (1,))))
         self._noting = Noting()
-        # The numbers are the same in every run, so that a rank can reuse the code that torch.compile generated in an
-        # earlier run.
+        # The numbers are the same in every run, so a rank can reuse the code that torch.compile generated in an earlier
+        # run.
         self.world_numbers = machine.world_numbers[machine_rank]
 
     @property
     def machine(self) -> Machine:
-        """Return the machine of this run. Every operation calls this, so that none runs after the end of the run."""
+        """Return the machine of this run. Every operation calls this method, so that no operation runs after the end of
+        the run."""
         if self._machine.ended:
             raise WeftError(
                 f"rank {self.machine_rank}'s World belongs to an emulated run that has ended; use it in the function "
@@ -139,7 +141,7 @@ class EmulatedBackend(Backend):
         )
 
     def compared(self, call: CallRecord) -> Mapping[int, CallRecord] | None:
-        """Compare the call with the calls that other ranks have made so far: no rank waits, so hosts need not run in
+        """Compare the call with the calls that other ranks have made so far. No rank waits, so hosts need not run in
         step."""
         self._calls += 1
         key = (self.path, self.ranks, self._calls)
@@ -154,8 +156,7 @@ class EmulatedBackend(Backend):
         self.check()
 
     def check(self) -> None:
-        """Do nothing: no time limit bounds the emulator's waits, and a wait that cannot end is reported as a
-        deadlock."""
+        """Do nothing: the emulator's waits have no time limit, and a wait that cannot end is reported as a deadlock."""
 
     def left_out(self) -> int:
         return 0 if self._guard is None else int(self._guard[3])
@@ -191,7 +192,7 @@ class EmulatedBackend(Backend):
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
         """Allocate every rank's copy in one allocation, so that one descriptor spans all copies. The gap between two
-        copies is larger than a copy, so that an index past the end of one copy does not reach the next."""
+        copies is larger than a copy, so an index past the end of one copy does not reach the next one."""
         step = 2 * (-(-nbytes // ALIGN) * ALIGN) + GAP
         raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # untouched gaps occupy no memory
         start = GAP + -raw.data_ptr() % ALIGN
@@ -273,7 +274,7 @@ class EmulatedBackend(Backend):
             self.machine.streams.wait_event(stream, event)
 
     def start_after(self, stream: EmulatedStream, earlier: EmulatedStream) -> None:
-        """Add no happens-before edge, so that memory accesses ordered by nothing else are still a Race."""
+        """Add no happens-before edge: if no other edge orders two memory accesses, they are still a Race."""
         self.machine.streams.wait_event(stream, self.machine.streams.record_event(earlier), orders_memory=False)
 
     def capturing(self) -> bool:
@@ -284,7 +285,7 @@ class EmulatedBackend(Backend):
 
     def finish(self, stream: EmulatedStream) -> None:
         host = self.machine.host_threads[self.machine_rank]
-        if not self.machine.ahead or not host.on_rank_thread:  # only the rank's thread puts torch operations in order
+        if not self.machine.ahead or not host.on_rank_thread:  # only the rank's own thread orders torch operations
             self.machine.streams.finish(stream)
 
     # -- stream operations -------------------------------------------------------------------------------------------
@@ -299,7 +300,7 @@ class EmulatedBackend(Backend):
         check_launch(kernel, grid, options)
         _stream(stream)
         if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
-            return  # a mutation can remove the barrier kernel like an ordering edge of host code
+            return  # a mutation can remove the barrier kernel in the same way as an ordering edge of host code
         self.machine.report.ran.launched(kernel, args, options)
         if not options.get("local") and not options.get("co_resident"):
             self._noting.add(stream, ResidentPrograms(-(-grid // options.get("per_sm", 1)), (1,)))
@@ -426,8 +427,8 @@ class EmulatedBackend(Backend):
         work: Callable[[list[Arrival]], None],
         on: str | None = None,
     ) -> None:
-        """Enqueue a collective where every rank needs every other rank's part of x. For an empty x NCCL launches
-        nothing, and orders nothing."""
+        """Enqueue a collective in which every rank needs every other rank's part of x. For an empty x NCCL launches no
+        kernel and orders nothing."""
         sources = range(self.size) if x.numel() else ()
         self._noting.add("collectives", ResidentPrograms(1, (1,), self.path))
         self.machine.streams.collective(
@@ -453,9 +454,9 @@ class EmulatedBackend(Backend):
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
     ) -> None:
-        """Register counters, each of which must equal calls x arrivals at the end of the run. arrivals: one number, one
-        number per counter, or None if not known. state: a BlockChannel's state, which contains the number of calls, or
-        that number."""
+        """Register counters, each of which must equal calls x arrivals at the end of the run. arrivals: one number for
+        all counters, one number per counter, or None if unknown. state: a BlockChannel's state, which contains the
+        number of calls, or that number itself."""
         self.machine.channels[self.machine_rank, name, counters.data_ptr()] = counters, state, arrivals
 
 
@@ -480,7 +481,7 @@ def _word(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_dense(name: str, *tensors: torch.Tensor) -> None:
-    """Raise ValueError for tensors that are not contiguous, since NCCL refuses them."""
+    """Raise ValueError for tensors that are not contiguous, because NCCL refuses them."""
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError(f"{name}: tensors must be contiguous")
 
@@ -492,15 +493,15 @@ def spmd(
     nodes: int | Sequence[int] = 1,
     **options: Any,
 ) -> tuple[list[R], Report]:
-    """Run `fn(backend)` as `size` ranks; return the results by rank, and the run's report. nodes: the number of nodes
+    """Run `fn(backend)` as `size` ranks. Return the results by rank, and the run's report. nodes: the number of nodes
     of equal size, or the number of ranks on each node. options: see Machine."""
     machine = Machine(size, nodes=placed(nodes, size), **options)
     return drive(fn, machine), machine.report
 
 
 def drive(fn: Callable[[EmulatedBackend], R], machine: Machine) -> list[R]:
-    """Run `fn(backend)` as every rank of a machine; return the results by rank. `machine.report` is complete even if
-    this raises."""
+    """Run `fn(backend)` as every rank of a machine, and return the results by rank. `machine.report` is complete even
+    if this function raises an error."""
     everyone = tuple(range(machine.size))
     backends = [EmulatedBackend(machine, rank, everyone) for rank in everyone]
     try:

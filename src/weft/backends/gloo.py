@@ -2,7 +2,7 @@
 without a GPU.
 
 Every op runs its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in rank
-order, so that their results have the same bits in every run. A kernel without waits for other ranks runs in the
+order, so their results have the same bits in every run. A kernel that does not wait for other ranks runs in the
 emulator, as one rank. There is one stream, and every operation is done when the call that enqueues it returns.
 """
 
@@ -44,8 +44,8 @@ from .nodes import host_name, numbered, spread, why_no_levels
 
 log = logging.getLogger("weft")
 RESIDENT = 4  # resident programs of a rank in the emulator; each is a greenlet, and all share one core
-# Blocks are large, since the emulator's time depends on the number of operations, not of elements; stored formats are
-# as on a GPU.
+# Blocks are large, because the emulator's time depends on the number of operations, not on the number of elements;
+# stored formats are as on a GPU.
 EMULATED_BLOCK = 1 << 16
 SCALE = replace(
     SMALL,
@@ -60,8 +60,8 @@ _emulating = threading.Lock()  # the emulator replaces functions of Triton's lan
 
 
 def serves(group: dist.ProcessGroup | None) -> bool:
-    """Return whether the ranks of the group (default: all ranks) are processes on CPU tensors: the group's only backend
-    is gloo, or it has gloo for CPU tensors and this machine has no GPU."""
+    """Return whether the ranks of the group (default: all ranks) are processes with CPU tensors: the group's only
+    backend is gloo, or the group uses gloo for CPU tensors and this machine has no GPU."""
     if group is None and not dist.is_initialized():
         return False
     backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl

@@ -1,11 +1,12 @@
-"""Launches `weft.jit` kernels on a GPU: each specialisation is checked and loaded once, then launched with as little
-Python as possible.
+"""Launch `weft.jit` kernels on a GPU. Each specialisation is checked and loaded once, and is then launched with as
+little Python as possible.
 
-Before the first launch it checks that the grid can be resident at once (a program that never starts never signals), and
-loads the kernel before any kernel spins, because lazy loading can block until a spinning grid ends.
+Before the first launch, the launcher checks that the grid can be resident at once (a program that never starts never
+signals). The launcher also loads the kernel before any kernel spins, because lazy loading can block until a spinning
+grid ends.
 
-Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which at small M
-takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does so once for each
+Triton's own launch binds and specialises every argument and encodes every TMA descriptor in each call, which at small M
+takes longer than the kernel (docs/design-notes.md). A prepared launch (`kernel_launch.Launch`) does this once for each
 variant, keeps the expanded argument list, and reuses it with the addresses of each call (`_triton.repeated`, which
 lists the cases that are left to Triton).
 """
@@ -34,11 +35,11 @@ if TYPE_CHECKING:
     from .cuda import GpuBackend
 
 
-SLOT = 128  # a program counts for at least this number of threads, since an SM holds at most 16, 24 or 32 programs
+SLOT = 128  # a program counts as at least this number of threads, because an SM holds at most 16, 24 or 32 programs
 
 
 def _flattened(value: object) -> Iterator[object]:
-    """Return the argument itself, or each field of a NamedTuple; a constant as its value."""
+    """Return the argument itself, or each field of a NamedTuple. A constant is returned as its value."""
     if isinstance(value, tuple):
         for part in value:
             yield from _flattened(part)
@@ -47,14 +48,14 @@ def _flattened(value: object) -> Iterator[object]:
 
 
 def _kinds(value: object) -> Hashable:
-    """Return a key that distinguishes the variants of a NamedTuple that changes from call to call."""
+    """Return a key that distinguishes the variants of a NamedTuple whose fields change between calls."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
 
 
 def _kind(value: object) -> object:
-    """Return those properties of an argument, other than its address, for which Triton specialises a kernel."""
+    """Return the properties of an argument, other than its address, for which Triton specialises a kernel."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -70,7 +71,7 @@ class Launcher:
         self.backend = backend
         self.checked: set[Hashable] = set()
         self._co_resident_with: CompiledKernel | None = (
-            None  # the last kernel that was loaded, if it has the option co_resident
+            None  # the last kernel that was loaded, if its launch has the option co_resident
         )
 
     def launch(
@@ -118,20 +119,21 @@ class Launcher:
         compiled = self.launch(launch.kernel, launch.grid, values, launch.options, stream)
         arguments = for_gpu(values, self.backend.capability)
         if any(arguments[name] is not values[name] for name in launch.moving):
-            return  # Triton launches a descriptor that is passed as its fields, since more than its address changes
+            return  # Triton launches a descriptor that is passed as its fields, because more than its address changes
         ready = _triton.repeated(launch.kernel, compiled, launch.grid, arguments, launch.moving)
         if ready is not None:
             launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
-        """Compile and load a variant the first time. Raise Unsupported unless its programs fit on an SM and, if they
-        may wait for each other (unless the launch is `local`), can all be resident at once."""
+        """Compile and load a variant on its first use. Raise Unsupported unless the kernel's programs fit on an SM and
+        can all be resident at once. The second condition does not apply if the launch is `local`, since its programs do
+        not wait for each other."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
         # Triton compiles separate kernels for addresses that are multiples of 16 and for other addresses.
         aligned = (v.data_ptr() % 16 == 0 for v in leaves if isinstance(v, torch.Tensor))
         variant = (kernel, grid, *options.values(), *map(_kind, leaves), *aligned)
-        co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked with it
+        co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked against it
         if variant in self.checked and co_resident is None:
             return
         compiled = self.compiled(kernel, grid, values, options)
@@ -150,7 +152,7 @@ class Launcher:
         self.checked.add(variant)
 
     def compiled(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> CompiledKernel:
-        """Return the compiled kernel of a launch, loaded. Raises Unsupported if a program does not fit."""
+        """Return the compiled and loaded kernel of a launch. Raises Unsupported if a program does not fit."""
         try:
             arguments = for_gpu(values, self.backend.capability)
             with _triton.no_compile_hooks():
@@ -172,7 +174,7 @@ class Launcher:
 
 
 def room_of(device: torch.device) -> tuple[int, ...]:
-    """Return the number of registers, bytes of shared memory and threads of an SM."""
+    """Return the numbers of registers, bytes of shared memory and threads of an SM."""
     props: Any = torch.cuda.get_device_properties(device)
     return (
         props.regs_per_multiprocessor,

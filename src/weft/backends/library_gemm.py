@@ -1,10 +1,10 @@
-"""The GEMMs of libraries: cuBLAS, torch's grouped GEMM, and quack's kernels (integrations/quack.py).
+"""The GEMM libraries: cuBLAS, torch's grouped GEMM, and quack's kernels (integrations/quack.py).
 
-The chooser times quack's kernels against cuBLAS, or torch's grouped GEMM, at the first call of a size; later calls run
-the fastest one with correct results. Each rank decides for itself, as results are equal up to rounding.
+At the first call of a size, the chooser times quack's kernels against cuBLAS, or against torch's grouped GEMM. Later
+calls run the fastest one with correct results. Each rank decides for itself, because results are equal up to rounding.
 
-For 8-bit operands (`ScaledOperands`) it chooses in the same way among torch's GEMM, DeepGEMM's if it is installed, and
-weft's own (ops/scaled_gemm.py).
+For 8-bit operands (`ScaledOperands`), the chooser selects in the same way among torch's GEMM, DeepGEMM's if it is
+installed, and weft's own (ops/scaled_gemm.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..scaled_tensor import SCALE_BLOCK, ScaledTensor, Scaling
 
 GemmFunction = Callable[..., torch.Tensor]  # the arguments are x, weight, out, and starts for a grouped GEMM
 
-FASTER = 1.02  # quack is used if it is this many times as fast as cuBLAS, or torch's grouped GEMM
-CLOSE = 2e-2  # largest relative error of a correct result of 16-bit operands
+FASTER = 1.02  # quack is used if it is this many times as fast as cuBLAS or torch's grouped GEMM
+CLOSE = 2e-2  # the largest relative error of a correct result with 16-bit operands
 
 
 class Form(NamedTuple):
@@ -37,14 +37,15 @@ class Form(NamedTuple):
 
 @functools.cache
 def quack() -> ModuleType:
-    """Return integrations/quack.py, imported at the first use."""
+    """Import integrations/quack.py on first use, and return the module."""
     from ..integrations import quack
 
     return quack
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the fastest library for this size."""
+    """Compute out [M, N] = x [M, K] @ weight [N, K].T on the current stream, using the fastest library for
+    this size."""
     if not x.is_cuda or quack().lacks() is not None:
         cublas(x, weight, out)
     else:
@@ -52,9 +53,9 @@ def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Return [M, N], with rows starts[g] to starts[g + 1] equal to the same rows of x [M, K] @ weight[g] [N, K].T, on
-    the current stream, by the fastest library for this size. starts: int32 [G + 1] on the device, rising from 0 to at
-    most M; rows after the last start are undefined. Requires bfloat16 on a GPU, and N and K multiples of 8."""
+    """Return [M, N], on the current stream, using the fastest library for this size. Rows starts[g] to starts[g + 1]
+    equal the same rows of x [M, K] @ weight[g] [N, K].T. starts: int32 [G + 1] on the device, ascending from 0 to at
+    most M; rows after the last start are undefined. Requires bfloat16 on a GPU, and N and K that are multiples of 8."""
     if quack().lacks() is not None:
         return torch_groups(x, weight, None, starts)
     out = x.new_empty(x.shape[0], weight.shape[1])
@@ -66,17 +67,17 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
 
 
 def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
-    """Return torch's grouped GEMM, in new memory, since torch's function has no `out`."""
+    """Return the result of torch's grouped GEMM, in new memory, because torch's function has no `out`."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
-_steps_an_octave = 8  # calls whose M rounds to the same step share a trial
+_steps_an_octave = 8  # calls whose M is rounded to the same step share a trial
 
 
 def one_trial_per_power_of_two() -> None:
-    """Let all calls of this process with M up to the same power of two share a trial. Engines need this, since their
-    batches have any number of tokens: with eight trials an octave, requests of the first minutes would wait for
-    trials."""
+    """Let all calls of this process whose M is rounded up to the same power of two share a trial. Engines need this,
+    because their batches contain any number of tokens: with eight trials an octave, requests in the first minutes would
+    wait for trials."""
     global _steps_an_octave
     _steps_an_octave = 1
 
@@ -87,17 +88,16 @@ def stepped(m: int) -> int:
 
 
 def rows_ratio() -> float:
-    """Return how many times as large as the least M of the calls that share a trial the largest is."""
+    """Return the ratio of the largest to the smallest M among the calls that share a trial."""
     return 1 + 1 / _steps_an_octave
 
 
 def fastest(
     library: GemmFunction, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> GemmFunction:
-    """Return the fastest product for these operands. It is the product of cuBLAS, or of torch's grouped GEMM, if
-    operands are not contiguous, if their rows are not whole 16-byte words, or if the size is first seen in a capture.
-    weight: [N, K], or [G, N, K] for the groups of rows that begin at `starts`. The trial of a size writes `out` many
-    times."""
+    """Return the fastest GEMM for these operands. The GEMM is cuBLAS's, or torch's grouped GEMM, if operands are not
+    contiguous, if their rows are not whole 16-byte words, or if the size is first used in a capture. weight: [N, K], or
+    [G, N, K] for the groups of rows that begin at `starts`. The trial of a size writes `out` many times."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
         return library
@@ -117,8 +117,8 @@ def fastest(
 
 
 def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) -> list[GemmFunction]:
-    """Return the product of cuBLAS, or of torch's grouped GEMM, and the forms of quack's GEMM whose results are close
-    to it."""
+    """Return the GEMM of cuBLAS, or torch's grouped GEMM, and the forms of quack's GEMM whose results are close to its
+    result."""
     try:
         expected = library(*operands).clone()
         return [library, *(product for product in quack().products() if is_close(product, operands, expected))]
@@ -127,7 +127,7 @@ def correct_products(library: GemmFunction, operands: Sequence[torch.Tensor]) ->
 
 
 def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
-    """Return whether the rows of a product are close to the rows of `expected` (CLOSE), for all rows that are in a
+    """Return whether the rows of a result are close to the rows of `expected` (CLOSE), for all rows that belong to a
     group."""
     _, _, out, *starts = operands
     rows = int(starts[0][-1]) if starts else len(expected)
@@ -146,8 +146,8 @@ def is_close(product: GemmFunction, operands: Sequence[torch.Tensor], expected: 
 
 
 class ScaledOperands(NamedTuple):
-    """The operands of a product: x [M, K], weight [N, K] and bias [N] or None. fast_accum: has the meaning of
-    use_fast_accum in torch._scaled_mm."""
+    """The operands of a GEMM: x [M, K], weight [N, K] and bias [N] or None. fast_accum: the same as use_fast_accum in
+    torch._scaled_mm."""
 
     x: ScaledTensor
     weight: ScaledTensor
@@ -159,17 +159,17 @@ class ScaledOperands(NamedTuple):
         return Scaling(self.x.recipe, self.fast_accum)
 
 
-ScaledProduct = Callable[[ScaledOperands, torch.Tensor], object]  # takes the operands and out [M, N]
+ScaledProduct = Callable[[ScaledOperands, torch.Tensor], object]  # a function of the operands and out [M, N]
 
 
 def dequantized_product(o: ScaledOperands, out: torch.Tensor) -> None:
-    """Multiply the float32 values, for CPU tensors."""
+    """Compute the GEMM of the float32 values, for CPU tensors."""
     y = o.x.dequantized() @ o.weight.dequantized(SCALE_BLOCK).t()
     out.copy_(y if o.bias is None else y + o.bias.float())
 
 
 def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
-    """Multiply by torch, which uses cuBLAS or CUTLASS."""
+    """Compute the GEMM with torch, which uses cuBLAS or CUTLASS."""
     x, weight = o.x.scales, o.weight.scales
     if o.x.recipe == "row":
         x, weight = x.view(-1, 1), weight.view(1, -1)
@@ -179,9 +179,9 @@ def torch_scaled(o: ScaledOperands, out: torch.Tensor) -> None:
 
 
 def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
-    """Multiply by torch with cuBLAS of CUDA 12.9 or later, which requires the scales of x in column-major order, and
-    the weight's scales with a row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always returns new
-    memory; the operator that it calls writes `out`, and saves a copy of the result."""
+    """Compute the GEMM with torch and cuBLAS of CUDA 12.9 or later. cuBLAS requires the scales of x in column-major
+    order, and the weight's scales with a row stride of whole 16-byte words. `torch.nn.functional.scaled_mm` always
+    returns new memory. The operator that it calls writes to `out`, which saves a copy of the result."""
     from torch.nn.functional import ScalingType
 
     x, weight = [o.x.scales.t().contiguous().t()], o.weight.scales
@@ -196,7 +196,8 @@ def torch_scaled_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
 
 
 def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
-    """Multiply by DeepGEMM, if sgl-deep-gemm is installed. It compiles a kernel at the first use of each size."""
+    """Compute the GEMM with DeepGEMM, if sgl-deep-gemm is installed. DeepGEMM compiles a kernel at the first use of
+    each size."""
     import deep_gemm
 
     deep_gemm.fp8_gemm_nt(o.x[:2], o.weight[:2], out)
@@ -206,8 +207,7 @@ def deep_gemm_by_block(o: ScaledOperands, out: torch.Tensor) -> None:
 
 @functools.cache
 def scaled_products(scaling: Scaling) -> dict[str, ScaledProduct]:
-    """Return the libraries' products with this scaling, by name. `correct_names` drops a product that cannot run
-    here."""
+    """Return the libraries' GEMMs with this scaling, by name. `correct_names` drops a GEMM that cannot run here."""
     if not scaling.by_block:
         return {"torch": torch_scaled}
     products: dict[str, ScaledProduct] = {}
@@ -219,8 +219,8 @@ def scaled_products(scaling: Scaling) -> dict[str, ScaledProduct]:
 
 
 def correct_names(products: Mapping[str, Callable[[], object]], out: torch.Tensor) -> list[str]:
-    """Return the names of the functions with results close to the first function's. Each function writes its result to
-    `out`."""
+    """Return the names of the functions whose results are close to the first function's result. Each function writes
+    its result to `out`."""
     trusted, *others = products
     try:
         products[trusted]()

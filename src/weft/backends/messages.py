@@ -26,7 +26,7 @@ EXCHANGE, GATHER, ALL_TO_ALL = range(len(CALL_KINDS))
 class Messages:
     """Messages among the ranks of a process group alone; `seconds` bounds every wait.
 
-    This class does not use `new_group`, which names a group by the number of groups in this process: ranks with
+    This class does not use `new_group`, which names a group by the number of groups in this process. Ranks with
     different numbers of groups would wait for each other under different names.
     """
 
@@ -44,9 +44,9 @@ class Messages:
                 timeout=datetime.timedelta(seconds=seconds),
             )
         self._held: list[Any] = [gloo]  # torch does not declare the methods of this object
-        # Gloo's threads may drop a call's tensors after the call, for which they need the interpreter's lock: a process
-        # aborts if they ask for it while the interpreter ends (pytorch/pytorch#179291). So the threads are ended before
-        # the interpreter ends.
+        # Gloo's threads may drop a call's tensors after the call, for which they need the interpreter's lock. A process
+        # aborts if they request the lock while the interpreter ends (pytorch/pytorch#179291). Therefore the threads are
+        # ended before the interpreter ends.
         self.close = weakref.finalize(self, self._held.clear)
 
     @contextmanager
@@ -99,7 +99,7 @@ class Messages:
 
     def _headers(self, kind: int, sends: Sequence[int], expects: Sequence[int] | None = None) -> list[list[int]]:
         """Return, by rank, the numbers of bytes that the rank sends to each rank, then the numbers that it expects from
-        each rank. Headers precede every message, since gloo ends the process if it receives bytes that it does not
+        each rank. A header precedes every message, because gloo ends the process if it receives bytes that it does not
         expect. Raise Mismatch, on every rank, if ranks make different calls."""
         header = torch.tensor([kind, *sends, *(sends if expects is None else expects)], device="cpu")
         headers = [header_words.tolist() for header_words in self._gathered(header)]

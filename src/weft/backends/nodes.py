@@ -1,8 +1,8 @@
 """The nodes of a World: ranks whose hosts have the same name are on one node.
 
-Ranks of one node address each other's memory. Between nodes only NCCL's collectives move data. So a World over several
-nodes of equal size has two levels: a World of each node, and a World of the ranks with the same local rank
-(`World.levels`); its operators run plan "two_level" or "sequential" (`Op.choose`).
+Ranks of one node address each other's memory. Between nodes only NCCL's collectives move data. A World over several
+nodes of equal size therefore has two levels: a World of each node, and a World of the ranks with the same local rank
+(`World.levels`). The operators of such a World run plan "two_level" or "sequential" (`Op.choose`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import platform
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
-NODE_VARIABLE = "WEFT_NODE"  # replaces the host's name, so that tests can have several nodes on one machine
+NODE_VARIABLE = "WEFT_NODE"  # this name replaces the host's name, so that tests can have several nodes on one machine
 
 
 def host_name() -> str:
-    """Return the name of this process's node, made of the host's name and the container's namespaces, since only
-    processes of one container share memory; or the environment's WEFT_NODE. A container that uses the host's network
-    has the host's name, but has its own namespaces for shared memory and for processes."""
+    """Return the name of this process's node, or the environment's WEFT_NODE. The name consists of the host's name and
+    the container's namespaces, because only processes of one container share memory. A container that uses the host's
+    network has the host's name, but separate namespaces for shared memory and for processes."""
     boot, namespaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns")
     machine = [platform.node(), boot.read_text().strip() if boot.exists() else ""]
     machine += [os.readlink(namespaces / kind) for kind in ("ipc", "pid") if os.path.lexists(namespaces / kind)]
@@ -33,7 +33,8 @@ def numbered(hosts: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def spread(nodes: Sequence[int]) -> str | None:
-    """Return why ranks on these nodes, by rank, cannot all address each other's memory; None for one node."""
+    """Return the reason why ranks on these nodes, by rank, cannot all address each other's memory; None for one
+    node."""
     ranks = [nodes.count(node) for node in range(max(nodes) + 1)]
     if len(ranks) == 1:
         return None
@@ -42,8 +43,8 @@ def spread(nodes: Sequence[int]) -> str | None:
 
 
 def why_no_levels(nodes: Sequence[int]) -> str | None:
-    """Return why ranks on these nodes, by rank, do not form two levels; None if there are several nodes of equal size,
-    each of at least two ranks with consecutive numbers."""
+    """Return the reason why ranks on these nodes, by rank, do not form two levels. Return None if there are several
+    nodes of equal size, each with at least two ranks that have consecutive numbers."""
     reason, count = spread(nodes), max(nodes) + 1
     if reason is None:
         return "its ranks are on one node"
@@ -56,7 +57,7 @@ def why_no_levels(nodes: Sequence[int]) -> str | None:
 
 def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:
     """Return the number of each rank's node, by rank. nodes: the number of nodes of equal size, or the number of ranks
-    on each node. Raises ValueError unless these nodes have `size` ranks together."""
+    on each node. Raises ValueError unless these nodes have `size` ranks in total."""
     ranks_per_node = (size // nodes,) * nodes if isinstance(nodes, int) and nodes > 0 else nodes
     if isinstance(ranks_per_node, int) or min(ranks_per_node, default=0) < 1 or sum(ranks_per_node) != size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`weft.spmd` without a launcher: each rank is a spawned process, and sends its result through a queue."""
+"""`weft.spmd` without a launcher: each rank is a spawned process that sends its result through a queue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ R = TypeVar("R")
 
 
 class RankWorld(Protocol):
-    """The part of a World that the process of a rank uses."""
+    """The part of the interface of a World that a rank's process uses."""
 
     def synchronize(self) -> None: ...
 
@@ -47,8 +47,9 @@ def _rank_main(
 
 
 def leave(queue: Queue[tuple[int, bytes]]) -> None:
-    """End this process once its result is sent, without Python's finalization: during finalization, a gloo thread that
-    still holds a tensor would wait for the interpreter's lock, and abort the process (pytorch/pytorch#179291)."""
+    """End this process, once its result has been sent, without Python's finalization. During finalization, a gloo
+    thread that still holds a tensor would wait for the interpreter's lock and abort the process
+    (pytorch/pytorch#179291)."""
     queue.close()
     queue.join_thread()
     atexit._run_exitfuncs()
@@ -58,8 +59,8 @@ def leave(queue: Queue[tuple[int, bytes]]) -> None:
 
 
 def packed(result: object, world: RankWorld) -> bytes:
-    """Return a rank's result as bytes: a queue would send handles of this process's memory, and would not raise here
-    for an object that cannot be sent. Raises Timeout if a wait of the rank has expired."""
+    """Return a rank's result as bytes. A queue would instead send handles of this process's memory, and would not raise
+    an error here for an object that cannot be sent. Raises Timeout if a wait of the rank has expired."""
     world.synchronize()
     file = io.BytesIO()
     torch.save(result, file)
@@ -67,7 +68,7 @@ def packed(result: object, world: RankWorld) -> bytes:
 
 
 def unpacked(sent: bytes) -> Any:
-    """Return the result, with tensors on the CPU, since their GPU memory belonged to another process."""
+    """Return the result with its tensors on the CPU, because their GPU memory belonged to another process."""
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
@@ -87,13 +88,13 @@ def spmd(
     kwargs: Mapping[str, Any],
     share: bool,
 ) -> list[R]:
-    """Run `fn` as `size` spawned ranks; return the results by rank.
+    """Run `fn` as `size` spawned ranks, and return the results by rank.
 
     init makes a rank's World. Both functions must be importable by name from a module, the arguments must be picklable,
-    and `torch.save` must support the result; its tensors return on the CPU. share: ranks may share GPUs. An exception
+    and `torch.save` must support the result, whose tensors return on the CPU. share: ranks may share GPUs. An exception
     in one rank ends the other ranks and is raised here.
     """
-    # This process opens the store through which ranks find each other, so that no other process can get its port first.
+    # This process opens the store through which ranks find each other, so that no other process can use its port first.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = dict(
         WORLD_SIZE=str(size),
@@ -119,7 +120,7 @@ def spmd(
             if ended:
                 missing = sorted(set(range(size)) - set(results))
                 raise RuntimeError(f"ranks {missing} ended without a result") from None
-            ended = running.join(timeout=0)  # ends the other ranks and raises if a rank has raised
+            ended = running.join(timeout=0)  # ends the other ranks and raises an error if a rank has raised one
     while not running.join():
         pass
     return [results[r] for r in range(size)]

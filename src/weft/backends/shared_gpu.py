@@ -1,10 +1,10 @@
-"""Several ranks on one GPU, as processes: every operator works as on several GPUs, with a GPU's memory order, NCCL and
-torch's symmetric memory, but not at the speed of several GPUs.
+"""Several ranks run as processes on one GPU. Every operator works as on several GPUs, with a GPU's memory order, NCCL
+and torch's symmetric memory, but not at the speed of several GPUs.
 
-The GPU gives each process a time slice in turn, so that a spinning kernel costs only its own slice and blocks no other
-rank. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). So up to NCCL 2.29 each rank declares
-itself a separate host, and ranks communicate over a socket of the loopback device; from 2.30 on NCCL has an option that
-accepts such ranks. The processes map each other's symmetric memory as between GPUs.
+The GPU runs each process for a time slice in turn, so a spinning kernel uses up only its own slice and blocks no other
+rank. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Therefore, up to NCCL 2.29, each rank
+declares itself a separate host, and ranks communicate over a socket of the loopback device. From 2.30 on, NCCL has an
+option that accepts such ranks. The processes map each other's symmetric memory as between GPUs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ VARIABLE = "WEFT_SHARE_GPU"
 
 @dataclass(frozen=True)
 class RankDevice:
-    """The GPU of a rank. gpus: the UUIDs of all GPUs that the rank sees, in its order; index: its own GPU among them.
-    reason: why the rank has no symmetric memory with any peers. may_share: whether WEFT_SHARE_GPU=1 is set."""
+    """The GPU of a rank. gpus: the UUIDs of all GPUs that are visible to the rank, in its order; index: its own GPU
+    among them. reason: why the rank has no symmetric memory with any peers. may_share: whether WEFT_SHARE_GPU=1 is
+    set."""
 
     host: str
     gpus: tuple[str, ...]
@@ -49,8 +50,8 @@ def may_share() -> bool:
 
 
 def settings(rank: int) -> dict[str, str]:
-    """Return the environment variables of a rank that shares its GPU. They disable multicast, which would bind one GPU
-    twice to one object."""
+    """Return the environment variables of a rank that shares its GPU. These variables disable multicast, which would
+    bind one GPU to one object twice."""
     return {
         "NCCL_HOSTID": f"rank{rank}",
         "NCCL_NET": "Socket",
@@ -63,10 +64,10 @@ def settings(rank: int) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set the unset ones of these variables if WEFT_SHARE_GPU=1 and this host has more ranks than GPUs; set the
-    loopback device only if all ranks are on this host. LOCAL_RANK becomes the number of the rank's GPU, since
+    """Set those of these variables that are unset, if WEFT_SHARE_GPU=1 and this host has more ranks than GPUs. Set the
+    loopback device only if all ranks are on this host. LOCAL_RANK becomes the number of the rank's GPU, because
     Transformers and most scripts use it as such. Raises WeftError if torch.distributed was initialised without the
-    variables, since NCCL reads them once."""
+    variables, because NCCL reads them once."""
     if not may_share():
         return
     started = dist.is_initialized()

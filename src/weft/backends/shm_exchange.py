@@ -1,14 +1,14 @@
-"""Exchange of data between the processes of one machine through shared memory: a rank can read another rank's post
-whenever it wants, but can receive a gloo message only while it waits for one.
+"""Processes of one machine exchange data through shared memory. A rank can read another rank's post at any time, but
+can receive a gloo message only while it waits for one.
 
 Every rank writes its posts, one after another, into its own ring of 2 LEAD slots, and reads the posts of all other
-ranks. The head of a slot contains the number of its post and a checksum of the number and the data, so that a reader
-never accepts a half-written post, in any order in which its core sees the writes. Every rank holds a file lock on its
-byte while it runs, so that the other ranks notice when it has ended.
+ranks. The head of a slot contains the number of its post and a checksum of the number and the data. A reader therefore
+never accepts a half-written post, in whatever order the writes become visible to its core. Every rank holds a file lock
+on its byte while it runs, so the other ranks notice when it has ended.
 
-A rank reuses a slot without asking whether all ranks have read it. When it writes post n, it has collected all posts up
-to n - LEAD from every rank. Every rank that has posted n - LEAD had before collected all posts up to n - 2 LEAD, and
-post n reuses the slot of post n - 2 LEAD.
+A rank reuses a slot without checking whether all ranks have read it. When a rank writes post n, it has collected all
+posts up to n - LEAD from every rank. Every rank that has posted n - LEAD had before collected all posts up to n - 2
+LEAD, and post n reuses the slot of post n - 2 LEAD.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
 LEAD = 32  # the number of posts by which a rank may be ahead of the posts that it has collected
-BYTES = 4096  # length of the longest post; messages carry longer data
-_HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
+BYTES = 4096  # the length of the longest post; longer data is sent by messages
+_HEAD = struct.Struct("<qiI")  # number, starting from 1; length; checksum
 _SLOT = _HEAD.size + BYTES
 _PART = 2 * LEAD * _SLOT
 _PREFIX = "weft-"  # the beginning of the file's name
 _ABANDONED = 10.0  # seconds after which an unlocked file is removed; a rank locks its file as soon as it has made it
-_SPIN = 2e-3  # seconds of polling before a wait sleeps between polls
+_SPIN = 2e-3  # seconds for which a wait polls before it sleeps between polls
 
 
 class SharedMemoryExchange:
-    """Rank `rank`'s access to the memory of `file`, an open descriptor of one file on all ranks, which `close` closes
-    too. `seconds` bounds every wait."""
+    """The access of rank `rank` to the memory of `file`, an open descriptor of one file on all ranks; `close` also
+    closes the descriptor. `seconds` bounds every wait."""
 
     @staticmethod
     def shared(
         rank: int, size: int, seconds: float, exchange: Callable[[object], Sequence[object]]
     ) -> SharedMemoryExchange | None:
-        """Return this rank's exchange, or None unless all ranks can open the same file, which is unlinked once they
-        have. Collective, by `exchange`, which returns the objects of all ranks."""
+        """Return this rank's exchange, or None unless all ranks can open the same file. The file is unlinked once they
+        have opened it. The call is collective, through `exchange`, which returns the objects of all ranks."""
         path = FOLDER / str(exchange(f"{_PREFIX}{uuid.uuid4().hex}")[0])
         shm, opened = None, [False]
         try:
-            for opens in (rank == 0, rank != 0):  # rank 0 makes the file before the others open it
+            for opens in (rank == 0, rank != 0):  # rank 0 creates the file before the other ranks open it
                 if opens:
                     shm = _opened(path, rank, size, seconds)
                 opened = [bool(is_open) for is_open in exchange(shm is not None)]
@@ -70,10 +70,10 @@ class SharedMemoryExchange:
         self.close.atexit = False
         _open_exchanges.add(self)
         self.post_count = self.collect_count = 0
-        self._lost = ""  # why this rank can no longer match the ranks' posts
+        self._lost = ""  # the reason why this rank can no longer match the ranks' posts
 
     def post(self, data: bytes) -> None:
-        """Post `data` as this rank's next post. Raises Timeout if an earlier `collect` did."""
+        """Post `data` as this rank's next post. Raises Timeout if an earlier `collect` raised it."""
         if self._lost:
             raise Timeout(self._lost)
         assert self.post_count - self.collect_count < LEAD, "collect first"
@@ -82,8 +82,8 @@ class SharedMemoryExchange:
         self._write(offset, self.post_count, data)
 
     def end(self, data: bytes, seconds: float) -> list[bytes | None]:
-        """Write this rank's final data, and return, by rank, the final data of all ranks that wrote theirs within
-        `seconds`, None for the others. Final data has separate slots, which no post uses."""
+        """Write this rank's final data. Return, by rank, the final data that ranks wrote within `seconds`, and None for
+        all other ranks. Final data has separate slots, which no post uses."""
         start = self.size * _PART
         self._write(start + self.rank * _SLOT, 1, data)
         ends: list[bytes | None] = []
@@ -101,7 +101,7 @@ class SharedMemoryExchange:
 
     def collect(self, patience: float | None) -> list[bytes] | None:
         """Return, by rank, the post after the last collected one, or None if a rank has not posted it within `patience`
-        seconds. With patience=None it raises Timeout after the bound of a wait, or when a rank has ended."""
+        seconds. With patience=None, raise Timeout when the time limit of a wait expires, or when a rank has ended."""
         posts: list[bytes | None] = [None] * self.size
 
         def all_posted() -> bool:
@@ -151,14 +151,15 @@ class SharedMemoryExchange:
 
 
 def _opened(path: Path, rank: int, size: int, seconds: float) -> SharedMemoryExchange | None:
-    """Return the exchange of a rank over the file of that name, which rank 0 makes; None if it cannot be opened."""
+    """Return the exchange of a rank over the file of that name, which rank 0 creates; None if the file cannot be
+    opened."""
     file = None
     try:
         if rank == 0:
             _remove_abandoned()
         file = os.open(path, os.O_RDWR | (0 if rank else os.O_CREAT | os.O_EXCL), 0o600)
         if rank == 0:
-            os.posix_fallocate(file, 0, size * (_PART + _SLOT))  # without room a later write would kill a rank
+            os.posix_fallocate(file, 0, size * (_PART + _SLOT))  # without free space a later write would kill a rank
         return SharedMemoryExchange(file, rank, size, seconds)
     except OSError:
         if file is not None:
@@ -167,9 +168,9 @@ def _opened(path: Path, rank: int, size: int, seconds: float) -> SharedMemoryExc
 
 
 def _remove_abandoned() -> None:
-    """Remove the files of ranks that were killed while they started: no process has locked them any more."""
+    """Remove the files of ranks that were killed while they started: no process holds a lock on these files."""
     for path in FOLDER.glob(_PREFIX + "[0-9a-f]" * 32):  # other programs' files may have the same prefix
-        with suppress(OSError):  # the file is another user's, or was removed meanwhile
+        with suppress(OSError):  # the file belongs to another user, or was removed meanwhile
             with path.open("r+b") as file:
                 held = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _lock(0, bytes=0))
                 locked = struct.unpack_from("h", held)[0] != fcntl.F_UNLCK
@@ -178,7 +179,7 @@ def _remove_abandoned() -> None:
 
 
 def _close(memory: mmap.mmap, file: int) -> None:
-    """Release the rank's lock, which belongs to the open file: close the descriptor and the mapping, since both keep
+    """Release the rank's lock, which belongs to the open file: close the descriptor and the mapping, because both keep
     the file open."""
     memory.close()
     os.close(file)
@@ -188,9 +189,9 @@ _open_exchanges: weakref.WeakSet[SharedMemoryExchange] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the exchanges in a forked child, such as a DataLoader's worker, which could otherwise hold the rank's lock
-    after the rank has ended. In a child of that child they are closed already, so that it closes nothing: the
-    descriptors may refer to different files by then."""
+    """Close the exchanges in a forked child, such as a DataLoader's worker. Otherwise the child could hold the rank's
+    lock after the rank has ended. In a child of that child they are already closed. The second child closes nothing,
+    because the descriptors may refer to different files by then."""
     for shm in _open_exchanges:
         shm.close()
 
@@ -199,7 +200,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _lock(rank: int, bytes: int = 1) -> bytes:
-    """Return the struct flock of `bytes` bytes from the rank's byte on; bytes=0 means all bytes from there on."""
+    """Return the struct flock for `bytes` bytes, starting at the rank's byte; bytes=0 means all bytes from there on."""
     return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, bytes, 0)
 
 

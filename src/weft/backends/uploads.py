@@ -1,4 +1,4 @@
-"""Small tables copied to a GPU without the host waiting for its streams."""
+"""Small tables are copied to a GPU without making the host wait for its streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def driver() -> ctypes.CDLL:
 
 @contextmanager
 def any_call_allowed() -> Iterator[None]:
-    """Return a context manager that lets this thread query events while streams are captured: it queries only uploads'
-    events, which no capture contains."""
+    """Return a context manager that lets this thread query events while streams are captured. The thread queries only
+    events of uploads, which no capture contains."""
     mode = ctypes.c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
@@ -34,10 +34,10 @@ def any_call_allowed() -> Iterator[None]:
 class Uploads:
     """The uploads of a rank, and the order of other streams after them.
 
-    An upload is a copy from pinned memory on the current stream. A later reader of the tensor may be on any stream, so
-    each launch, and each call of an operator, first orders its stream after the uploads that have not ended
-    (`precede`). Without uploads it only checks that `pending` is empty. `pending` maps the event of each copy to the
-    tensor, which keeps the tensor's memory until the copy ends. Threads may add and remove entries at any time.
+    An upload is a copy from pinned memory on the current stream. A later reader of the tensor may be on any stream.
+    Therefore each launch, and each call of an operator, first orders its stream after the uploads that have not ended
+    (`precede`). Without uploads, `precede` only checks that `pending` is empty. `pending` maps the event of each copy
+    to the tensor, and so keeps the tensor's memory until the copy ends. Threads may add and remove entries at any time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,13 +45,13 @@ class Uploads:
         self.pending: dict[torch.cuda.Event, torch.Tensor] = {}
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of these values on the GPU. Raise WeftError in a capture, since streams outside cannot wait
-        for its events."""
+        """Return a tensor of these values on the GPU. Raise WeftError in a capture, because streams outside it cannot
+        wait for its events."""
         if torch.cuda.is_current_stream_capturing():
             raise WeftError("a table is needed inside a CUDA graph capture: make the call once before it")
         pinned = torch.tensor(list(values), dtype=dtype, device="cpu", pin_memory=True)
         with torch.cuda.device(self.device):
-            tensor = pinned.to(self.device, non_blocking=True)  # torch keeps `pinned` until the copy has ended
+            tensor = pinned.to(self.device, non_blocking=True)  # torch keeps `pinned` alive until the copy has ended
             copied = torch.cuda.Event()
             copied.record()
         self.pending[copied] = tensor

@@ -1,4 +1,4 @@
-"""The work of `weft check` and `weft trace`: run the function of a user's file as every rank of an emulated world,
+"""`weft check` and `weft trace` run the function of a user's file as every rank of an emulated world. Both commands
 compile the kernels that ran for a GPU that need not be present (offline.py), and check the PTX against the protocol's
 rules (ptx.py). schedules.py runs many schedules."""
 
@@ -34,15 +34,16 @@ Main = Callable[..., object]  # a function with the argument World, or with a ra
 
 class RunOptions(TypedDict):
     """Options of a run (`Machine`). Kernels that were not written for weft often start more programs than a small GPU
-    has SMs, and rely on GPU behaviour beyond PTX's promises."""
+    has SMs, and rely on GPU behaviour that PTX does not promise."""
 
     sm_count: int
     ends_release: bool
 
 
 def load(target: str) -> Main:
-    """Return the function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError if there is none, if a call
-    would not run its body, or if the file fails. The file may use torch and Triton as on a GPU (`torch_ranks`)."""
+    """Return the function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError if there is no such
+    function, if a call would not run its body, or if the file raises an error. The file may use torch and Triton as on
+    a GPU (`torch_ranks`)."""
     with torch_ranks.patched():
         return _load(target)
 
@@ -53,13 +54,13 @@ def _load(target: str) -> Main:
     if not path.is_file():
         raise WeftError(f"{path}: no such file")
     loaded = sum(module.startswith(f"{TARGET}{path.stem}") for module in sys.modules)
-    # A new module name for each load: ranks pickle the objects that a module defines by its name.
+    # Each load has a new module name, because ranks pickle the objects that a module defines by its name.
     spec = importlib.util.spec_from_file_location(f"{TARGET}{path.stem}{f'_{loaded}' if loaded else ''}", path)
     if spec is None or spec.loader is None:
         raise WeftError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
-    arguments, sys.argv = sys.argv, [str(path)]  # so that a file that parses command-line arguments finds none
+    arguments, sys.argv = sys.argv, [str(path)]  # a file that parses command-line arguments must find none
     try:
         with _importing_beside(module.__name__):
             spec.loader.exec_module(module)
@@ -81,9 +82,9 @@ def _load(target: str) -> Main:
 
 @contextmanager
 def _importing_beside(module: str) -> Iterator[None]:
-    """Let imports find the files beside a loaded module's file, as in a script. Restore the path at the end: other
-    modules of this process, and processes that it starts, would otherwise import the folder's files instead of
-    different modules with the same names."""
+    """Let imports find the files beside a loaded module's file, as in a script. Restore the path at the end. Otherwise,
+    other modules of this process, and processes that it starts, would import the folder's files instead of different
+    modules with the same names."""
     before = sys.path[:]
     if module.startswith(TARGET):
         sys.path.insert(0, str(Path(str(sys.modules[module].__file__)).parent.resolve()))
@@ -101,7 +102,7 @@ def takes_rank(main: Main) -> bool:
 
 @contextmanager
 def ranks_of(main: Main) -> Iterator[tuple[Callable[[EmulatedBackend], object], RunOptions]]:
-    """Yield the function of one emulated rank's backend, and how the run simulates GPUs."""
+    """Yield the function of one emulated rank's backend, and the options with which the run simulates GPUs."""
     with _importing_beside(main.__module__):
         if takes_rank(main):
             with torch_ranks.patched():
@@ -114,14 +115,14 @@ def _rank(main: Main) -> Callable[[Backend], object]:
     def rank(backend: Backend) -> object:
         try:
             return main(World(backend))
-        except SystemExit as e:  # if it propagated, the command would end with status 0
+        except SystemExit as e:  # if this exception propagated, the command would end with status 0
             raise WeftError(f"rank {backend.rank} ended by sys.exit({e.code!r})") from e
 
     return rank
 
 
 def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
-    """Run one schedule of `main` on `world` emulated ranks; return its report, and the error that ended it, if any."""
+    """Run one schedule of `main` on `world` emulated ranks. Return its report, and the error that ended it, if any."""
     with ranks_of(main) as (rank, options):
         machine = Machine(world, seed=seed, **options)
         try:
@@ -132,7 +133,7 @@ def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
 
 
 def search(main: Main, world: int, seeds: Iterable[int]) -> Exploration:
-    """Run every seed until one fails. A seed fixes the schedule, so that a finding can be reproduced."""
+    """Run the seeds in order until one fails. A seed fixes the schedule, so a finding can be reproduced."""
     with ranks_of(main) as (rank, options):
         return explore(rank, world, seeds, stop=True, **options)
 
@@ -159,7 +160,7 @@ class CheckedKernel:
 def compile_and_check(
     ran: Ran, capability: int, track: Callable[[list[Variant]], Iterable[Variant]] = iter
 ) -> tuple[list[CheckedKernel], list[str]]:
-    """Compile every variant that ran, each once. Return the compiled kernels, and the reasons why the other variants
+    """Compile every variant that ran, once each. Return the compiled kernels, and the reasons why the other variants
     did not compile. track: returns an iterator over the variants, which may show progress."""
     compiled_by_hash: dict[str, tuple[Variant, Compiled]] = {}
     refused: dict[str, None] = {}

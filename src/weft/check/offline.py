@@ -53,7 +53,7 @@ class OfflineDriver(DriverBase):
         raise NotImplementedError
 
     def get_current_device(self) -> GPUTarget:
-        return self.target  # with the number of a real GPU, the kernels compiled for that GPU would have the same key
+        return self.target  # with the number of a real GPU, the keys would equal those of kernels compiled for that GPU
 
     def get_current_stream(self, device: object = None) -> int:
         return 0
@@ -88,8 +88,8 @@ class Compiled:
 def compile_kernel(
     kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int], capability: int = HOPPER
 ) -> Compiled:
-    """Compile `kernel` as a launch with these arguments and options would. CPU tensors or stand-ins may replace device
-    tensors."""
+    """Compile `kernel` in the same way as a launch with these arguments and options. CPU tensors or stand-ins may
+    replace device tensors."""
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints a whole failing file
@@ -113,7 +113,8 @@ def compile_kernel(
 
 def names_own_files(kernel: JITFunction, ptx: str) -> bool:
     """Return whether the code names only lines of the kernel's file and of other files that this process has loaded.
-    Triton's cache is keyed by content: it may contain code from a copy of the file, with the lines of that copy."""
+    Triton's cache is keyed by content, so it may contain code compiled from a copy of the file, with the line numbers
+    of that copy."""
     named, kernel_file = set(files_of(ptx).values()), kernel.fn.__code__.co_filename
     loaded = {kernel_file, *(file for m in list(sys.modules.values()) if (file := getattr(m, "__file__", None)))}
     if not named <= loaded:  # the same files may have different names, such as links
@@ -139,7 +140,7 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 
 def too_large(compiled: Compiled, capability: int) -> str:
-    """Return why no program fits on the GPU, or "" if one does."""
+    """Return the reason why no program fits on the GPU, or "" if one fits."""
     available = features(capability).shared_kib * 1024
     if compiled.shared <= available:
         return ""
@@ -147,8 +148,8 @@ def too_large(compiled: Compiled, capability: int) -> str:
 
 
 def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:
-    """Return one sentence that names the line where `kernel` did not compile, and the reason. functions: the functions
-    in which a line can be named."""
+    """Return one sentence with the line at which `kernel` did not compile, and the reason. functions: the functions
+    whose lines the sentence can name."""
     where, reason = _line(kernel, 1), f"{type(error).__name__}: {error}"
     if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # one line of ptxas' output
         reason = f"ptxas: {failed[1]}"
@@ -166,5 +167,5 @@ def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFuncti
 
 
 def _line(fn: JITFunction, number: int) -> str:
-    """Return file:line of the `number`-th line of a function, counted from its `def` as line 1."""
+    """Return file:line of the `number`-th line of a function; its `def` is line 1."""
     return f"{fn.fn.__code__.co_filename}:{source_tree(fn).body[0].lineno + number - 1}"

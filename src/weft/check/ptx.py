@@ -8,7 +8,7 @@
     once        one thread makes each of a program's signals
     acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for
                 bulk loads, a proxy fence come before the first load that has to wait for others. A branch around
-                nothing but a wait counts as not taken: Triton generates it for a loop (over the tile's channels) or
+                nothing but a wait is treated as not taken: Triton generates it for a loop (over the tile's channels) or
                 for an `if` (a flattened loop's next tile), and predicates the loads after it in the same way
 
 The caller specifies which atomics are signals and which loads have to wait.
@@ -26,7 +26,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
-# The progress of an ordinary store, and of a bulk store, towards its release; of all paths the worst state counts.
+# The progress of an ordinary store, and of a bulk store, towards its release; of all paths, the worst state counts.
 RELEASED, DRAINED, FENCED, COMPLETE, STORED = range(5)
 # The steps that are still missing before an acquired value may be loaded.
 READY, UNFENCED, UNSHARED, NOTHING = range(4)
@@ -57,7 +57,7 @@ class BasicBlock:
 
 
 def source_file(path: str) -> str:
-    """Return the file of this package that corresponds to a file that Triton compiled, possibly in a different checkout
+    """Return the file of this package that corresponds to a file compiled by Triton, possibly in a different checkout
     (Triton's cache is keyed by content)."""
     own_path = PACKAGE / path.rpartition("/weft/")[2]
     return str(own_path) if own_path.is_file() else path
@@ -120,7 +120,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
     r"|(?P<load>cp\.async\.c[ag]\.shared)"
-    # A wait of weft.lang, and Triton's code for an atomic that adds 0.
+    # A wait of weft.lang, and the code that Triton generates for an atomic that adds 0.
     r"|(?P<acquire>ld\.acquire)|(?P<acquire_by_atomic>(?<![\w.])ld\.global\.\w+\.acquire)"
     r"|(?P<plain_load>(?<![\w.])ld\.global)"
     r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"
@@ -131,8 +131,8 @@ TOKEN = re.compile(
 
 
 def is_stream_local(step: Instruction) -> bool:
-    """Return whether the step stores a word of `BlockChannel.state` or increments an epoch, as `end_call` does: only
-    later work of the stream reads these words."""
+    """Return whether the step stores a word of `BlockChannel.state` or increments an epoch, as `end_call` does. Only
+    later work on the stream reads these words."""
     return "ch.state" in step.source or re.search(r"tl\.store\((\w+), tl\.load\(\1\) \+ 1\)", step.source) is not None
 
 
@@ -205,7 +205,7 @@ def _wrong_signal(plain: int, bulk: int, step: Instruction, token: re.Match[str]
 
 
 def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
-    """Return the edges of the graph, without edges around nothing but a wait."""
+    """Return the edges of the graph, except edges that only skip a wait."""
     names = list(blocks)
     kinds = {
         name: {t.lastgroup for step in block.steps for t in TOKEN.finditer(step.text)} for name, block in blocks.items()
@@ -225,7 +225,7 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
 
 def broken_rules(ptx: str, waits: Which = no_instruction, signal: Which = any_instruction) -> list[str]:
     """Return the broken rules, as sentences. waits: returns whether a load reads memory that other programs or ranks
-    write. signal: returns whether others wait for an atomic."""
+    write. signal: returns whether other programs wait for an atomic."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
     states: dict[str, ProtocolState] = {"entry": (RELEASED, RELEASED, NOTHING)}
@@ -253,7 +253,7 @@ def steps_of(ptx: str) -> list[Instruction]:
 
 
 def values_of(ptx: str) -> dict[str, list[str]]:
-    """Return the instructions that compute each register, as "operation a, b"."""
+    """Return the instructions that compute each register, in the form "operation a, b"."""
     defined: dict[str, list[str]] = {}
     for step in steps_of(ptx):
         for line in step.text.splitlines():
@@ -263,7 +263,7 @@ def values_of(ptx: str) -> dict[str, list[str]]:
 
 
 def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
-    """Return the signals that only one or a few threads make, with their predicates."""
+    """Return the signals that only one or a few threads execute, with their predicates."""
     matches = (
         (step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx)
     )
@@ -271,7 +271,7 @@ def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
 
 
 def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Return the signals with a predicate that does not depend on the thread's number."""
+    """Return the signals whose predicate does not depend on the thread's number."""
     defined, bad = values_of(ptx), []
     for step, predicate in counts(ptx, signal):
         seen, queue = set(), [predicate]
@@ -286,7 +286,7 @@ def signals_not_by_thread_zero(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> list[str]:
-    """Return the relaxed signals to other GPUs that threads outside the first warp also make: only the first warp
+    """Return the relaxed signals to other GPUs that threads outside the first warp also execute: only the first warp
     executes the preceding fence."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
@@ -295,7 +295,7 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
     def value(word: str, tid: int) -> int | None:
-        """Return the value of the word in a thread; None if the value is not known (a predicate may then hold)."""
+        """Return the value of the word in a thread, or None if the value is unknown (a predicate may then hold)."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
         texts = [*{*defined.get(word, [])}]
@@ -319,7 +319,7 @@ def signals_outside_first_warp(ptx: str, signal: Which = any_instruction) -> lis
 
 
 def forward(blocks: dict[str, BasicBlock]) -> list[str]:
-    """Return the blocks in an order where each block follows all its predecessors, except for edges back to a loop's
+    """Return the blocks in an order in which each block follows all its predecessors, except for edges back to a loop's
     head."""
     seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
     while stack:
@@ -336,7 +336,7 @@ def forward(blocks: dict[str, BasicBlock]) -> list[str]:
 
 def loads_before_waits(ptx: str, waits: Which) -> list[str]:
     """Return the loads that no path reaches through a wait (without edges back to a loop's head): the compiler has
-    moved them before the wait. A path past the wait that is also in the source, such as around a loop with no
+    moved them before the wait. A path around the wait that the source also contains, such as around a loop with no
     iterations, is allowed."""
     blocks = blocks_of(ptx)
     order = {name: i for i, name in enumerate(forward(blocks))}
@@ -363,8 +363,8 @@ def _statements(file: str) -> list[tuple[int, int]]:
 
 
 def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
-    """Return whether two lists of calls may be the same. The compiler may record a different line of the statement that
-    contains a call."""
+    """Return whether two lists of calls may be the same calls. The compiler may record a different line of the
+    statement that contains a call."""
     if not calls or len(calls) != len(awaited):
         return True
     for (name, line), (file, awaited_line) in zip(calls, awaited, strict=True):
@@ -377,10 +377,10 @@ def _may_be_same_calls(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple
 
 
 def broken_kernel_rules(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[str, int], ...]]) -> list[str]:
-    """Return the broken rules of a kernel, assuming only that weft.lang's atomics are its signals. awaited: the loads
-    that need a wait and come after one in the source, each as its file and line, followed by the file and line of each
-    call around it. If a function is called twice, once after a wait and once where there is nothing to wait for, one
-    line has two loads."""
+    """Return the broken rules of a kernel, assuming that only weft.lang's atomics are its signals. awaited: the loads
+    that need a wait and follow one in the source. Each load is given by its file and line, followed by the file and
+    line of each enclosing call. If a function is called twice, once after a wait and once where no wait is needed, one
+    line contains two loads."""
     calls_by_line: dict[tuple[tuple[str, ...], int], list[Sequence[tuple[str, int]]]] = {}
     for (file, line), *calls in awaited:  # by folder and file, since Triton's cache may name a different checkout
         calls_by_line.setdefault((Path(file).parts[-2:], line), []).append(calls)

@@ -15,11 +15,11 @@ from ..errors import Deadlock, Race
 
 @dataclass
 class Exploration:
-    """The results of a set of seeds. `findings`: (seed, exception) of each seed that failed."""
+    """The results of a set of seeds. `findings` contains (seed, exception) for each seed that failed."""
 
     runs: int = 0
     schedules: int = 0  # the number of different schedules
-    programs: int = 0  # kernel programs in all runs that did not fail
+    programs: int = 0  # the number of kernel programs in all runs that did not fail
     modes: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, Exception]] = field(default_factory=list)
     ran: Ran = field(default_factory=Ran)  # the kernels of the same runs
@@ -41,7 +41,7 @@ def explore(
     stop: bool = False,
     **options: Any,
 ) -> Exploration:
-    """Run `fn(backend)` as `size` ranks under every seed. stop: end at the first finding."""
+    """Run `fn(backend)` as `size` ranks under every seed. stop: stop at the first finding."""
     out, seen = Exploration(), set()
     for seed in seeds:
         out.runs += 1

@@ -1,5 +1,5 @@
-"""The common part of the models of decomposed plans. The models simulate queues of chunk GEMMs and chunk transfers,
-where each transfer follows its GEMM, or each GEMM its transfer. GEMMs on two streams share the SMs."""
+"""The common part of the cost models of decomposed plans. The models simulate queues of chunk GEMMs and chunk
+transfers. Each transfer follows its GEMM, or each GEMM follows its transfer. GEMMs on two streams share the SMs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from .model import Conditions, Cost, GemmCall, Parts
 
 @dataclass(frozen=True)
 class Chunking:
-    """Parameters of decomposed calls that no probe measures. `gap` is the us for which ranks wait for each other at
-    every barrier and collective. `copy` is the ratio of a copy's time in a call to its time in a chain of copies
-    alone."""
+    """Parameters of decomposed calls that no probe can measure. `gap` is the time, in us, for which ranks wait for each
+    other at every barrier and collective. `copy` is the ratio of a copy's time in a call to its time in a chain that
+    contains only copies."""
 
     gap: float = 6.0
     copy: float = 1.0
 
 
 def barrier_us(p: Parts, fit: Chunking) -> float:
-    """Return the us of a barrier, including the wait for the last rank."""
+    """Return the time of a barrier in us, including the wait for the last rank."""
     return p.latency("barrier") + fit.gap
 
 
 def copy_us(p: Parts, fit: Chunking, nbytes: float) -> float:
-    """Return the us of one copy of a call, whether it is from or to a peer."""
+    """Return the time of one copy of a call in us, whether the copy is from or to a peer."""
     return p.latency("copy", nbytes) * fit.copy
 
 
 class DecomposedCost(Cost[Decomposed, Chunking]):
-    """The model of an op's decomposed plans. The candidates are all divisions of the shards that the op can run."""
+    """The cost model of an op's decomposed plans. The candidates are all divisions of the shards into groups that the
+    op can run."""
 
     def start(self, plan: Decomposed) -> Chunking:
         return Chunking()
@@ -52,7 +53,7 @@ def group_count(plan: Decomposed, world: int) -> int:
 def divisions(size: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of shards that a decomposed plan can have on `size` ranks. The size of a group is a power of
     two that divides the number of shards before the group. If `size` is not a power of two, all groups are single
-    shards; above 16 ranks the groups are equal or double in size."""
+    shards. Above 16 ranks, the groups are equal or each is twice as large as the previous one."""
     if size & (size - 1):
         return ((1,) * size,)
     if size > 16:

@@ -1,4 +1,4 @@
-"""The common part of the models of fused plans, namely the rates of the programs that pull."""
+"""The common part of the cost models of fused plans: the rates of the programs that pull."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ F = TypeVar("F", bound=Fused)
 
 @dataclass(frozen=True)
 class Pulling:
-    """Parameters of one fused variant. `rate` and `drain` are the GB/s of the programs that pull, under the GEMM and
-    after it. `slow` is the ratio of a tile's time while these programs run to its time alone. `fixed` is the further us
-    of a call."""
+    """Parameters of one fused variant. `rate` and `drain` are the rates of the programs that pull, in GB/s, during the
+    GEMM and after it. `slow` is the ratio of a tile's time while these programs run to the tile's time alone. `fixed`
+    is the remaining time of a call, in us."""
 
     fixed: float = 20.0
     rate: float = 150.0
@@ -25,8 +25,8 @@ class Pulling:
 
 
 class FusedCost(Cost[F, Pulling]):
-    """The model of an op's fused plans of one class. The candidates are the variants with calls in the profile; without
-    such calls the model predicts nothing."""
+    """The cost model of an op's fused plans of one class. The candidates are the plans with calls in the profile;
+    without such calls the model predicts nothing."""
 
     needs_calls = True
 

@@ -1,8 +1,8 @@
 """The base of all cost models: classes for the sizes of a call, for the times of its parts, and for a model.
 
-An op declares a `Cost` for each class of plans with a predictable time (`Op.costs`). The file with the `Cost` is next
-to the op (`ops/<name>/cost.py`), or in this package if several ops share it. The planner knows plans only through their
-models.
+An op declares a `Cost` for each class of plans whose time is predictable (`Op.costs`). The file that contains the
+`Cost` is next to the op (`ops/<name>/cost.py`), or in this package if several ops share it. The planner accesses plans
+only through their models.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ F = TypeVar("F")
 class GemmCall(NamedTuple):
     """The sizes of one call. N and K are the sizes of the GEMM on one rank; M counts the rows of all ranks.
 
-    `collective` is NCCL's collective. If `gathers` is true, the collective moves the GEMM's input before the GEMM,
-    otherwise the GEMM's output. In an all-to-all M is the number of rows that the busiest rank sends, and `received` is
-    the number that the busiest rank receives, if that is larger.
+    `collective` is NCCL's collective. If `gathers` is true, the collective transfers the GEMM's input before the GEMM;
+    otherwise it transfers the GEMM's output. In an all-to-all, M is the number of rows that the busiest sender sends,
+    and `received` is the number that the busiest receiver receives, if that number is larger.
     """
 
     collective: str
@@ -51,17 +51,17 @@ class GemmCall(NamedTuple):
         return max(1.0, (self.received or 0) / self.m)
 
     def moved(self, rows: int) -> int:
-        """Return the number of bytes that the collective moves for `rows` rows."""
+        """Return the number of bytes that the collective transfers for `rows` rows."""
         return rows * (self.k if self.gathers else self.n) * ITEM
 
 
 class Conditions(NamedTuple):
     """The conditions, besides a call's sizes, that decide which plans are candidates for the call.
 
-    `even` means that all ranks have the same number of rows, which decomposed plans require. `movable` means that
-    copies can move the groups of a signaled plan. `limits` means that the number of a communicator's CTAs can be
-    limited; otherwise a signaled plan would not use the predicted number of SMs. `measured` are the op's plans with
-    calls in the profile. `parameters` returns the parameters of a plan's model.
+    `even` means that all ranks have the same number of rows, as decomposed plans require. `movable` means that copies
+    can move the groups of a signaled plan. `limits` means that the number of a communicator's CTAs can be limited;
+    otherwise a signaled plan would use a different number of SMs than predicted. `measured` contains the op's plans
+    with calls in the profile. `parameters` returns the parameters of a plan's model.
     """
 
     even: bool
@@ -72,14 +72,14 @@ class Conditions(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """The tile of a GEMM, and the number of programs with such tiles that run on an SM at once."""
+    """The tile of a GEMM, and the number of programs with such tiles that run on one SM at once."""
 
     tile: GemmTile
     per_sm: int = 1
 
 
 class Parts(Protocol):
-    """The us of the parts of calls on one machine (`planner.parts.PartTimes`)."""
+    """The times, in us, of the parts of calls on one machine (`planner.parts.PartTimes`)."""
 
     world: int
     sms: int
@@ -98,14 +98,14 @@ class Parts(Protocol):
 
 
 class Cost(Generic[P, F]):
-    """The model of an op's calls by one class of plans. If the model has parameters that no probe can measure alone,
-    `start` returns their start values, and the planner fits them to the profile's calls of the plan's family. With
-    `needs_calls` the model predicts nothing without such a call."""
+    """The cost model of an op's calls with one class of plans. If the model has parameters that no probe can measure
+    alone, `start` returns their initial values. The planner fits them to the profile's calls of the plan's family. With
+    `needs_calls`, the model predicts nothing without such a call."""
 
     needs_calls = False
 
     def start(self, plan: P) -> F | None:
-        """Return the start values of the parameters, or None if the model has no parameters."""
+        """Return the initial values of the parameters, or None if the model has no parameters."""
         return None
 
     def fitted_names(self, plan: P) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ class Cost(Generic[P, F]):
         raise NotImplementedError
 
     def us(self, p: Parts, call: GemmCall, plan: P, fit: F) -> float:
-        """Return the us of a call."""
+        """Return the time of a call in us."""
         return end(self.steps(p, call, plan, fit))
 
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[P]:
@@ -130,7 +130,7 @@ class Cost(Generic[P, F]):
 
     def operations(self, plan: P, world: int) -> int:
         """Return the number of operations (kernels, copies, barriers, collectives) that the host submits to streams in
-        one call. The host needs about the same time for each, including the event that orders it."""
+        one call. The host needs about the same time for each operation, including the event that orders it."""
         return 2
 
     def eager_family(self, plan: P) -> str:
@@ -146,7 +146,7 @@ AnyCost: TypeAlias = Cost[Any, Any]
 
 
 class InARow(Cost[P, None]):
-    """The model of cuBLAS and a collective, one after the other."""
+    """The cost model of cuBLAS and a collective, one after the other."""
 
     def name(self, call: GemmCall, plan: P) -> str:
         """Return the collective's name in profiles."""
@@ -161,19 +161,19 @@ class InARow(Cost[P, None]):
         return [Step("gemm", "gemm", 0, gemm), Step("comm", name, gemm, gemm + transfer)]
 
     def sort_us(self, p: Parts, call: GemmCall) -> float:
-        """Return the us of sorting rows between the GEMM and the collective."""
+        """Return the time, in us, of sorting rows between the GEMM and the collective."""
         return 0.0
 
 
 class SequentialCost(InARow[Sequential]):
-    """The model of cuBLAS and NCCL."""
+    """The cost model of cuBLAS and NCCL."""
 
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> list[Sequential]:
         return [Sequential()]
 
 
 class ShotCost(InARow[LowLatencyShot]):
-    """The model of cuBLAS and a low-latency collective, up to the measured number of bytes. `shot` is the measured
+    """The cost model of cuBLAS and a low-latency collective, up to the measured number of bytes. `shot` is the measured
     plan."""
 
     def __init__(self, shot: LowLatencyShot) -> None:
@@ -192,14 +192,14 @@ class ShotCost(InARow[LowLatencyShot]):
 
 
 class WholeShotCost(ShotCost):
-    """The model of a low-latency all-reduce, which can run even if some ranks have no rows."""
+    """The cost model of a low-latency all-reduce, which can run even if some ranks have no rows."""
 
     def takes(self, p: Parts, call: GemmCall) -> bool:
         return True
 
 
 def low_latency_name(collective_name: str, plan: Plan) -> str:
-    """Return the profile's name for a collective that runs by a low-latency plan, one of SHOTS."""
+    """Return the profile's name for a collective that runs with a low-latency plan, one of SHOTS."""
     return f"{plan.kind if plan in SHOTS else plan} {collective_name}"
 
 
@@ -210,8 +210,8 @@ def has_16_byte_rows(call: GemmCall) -> bool:
 
 def filled(tiles: float | np.ndarray, programs: int, per_sm: int, soft: float) -> np.ndarray:
     """Return the number of waves in which `programs` programs compute `tiles` tiles (a number or an array). A last wave
-    that leaves SMs idle costs less than a full wave, by the fraction `soft` of the idle part, because the busy SMs get
-    the power of the idle ones. With two programs on an SM, half a wave needs half the time."""
+    that leaves SMs idle costs less than a full wave, because the busy SMs use the power of the idle ones. The reduction
+    is the fraction `soft` of the idle part. With two programs on an SM, half a wave needs half the time."""
     whole, rest = np.divmod(tiles, programs)
     last = np.ceil(rest * per_sm / programs) / per_sm
     return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)

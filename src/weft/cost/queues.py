@@ -1,5 +1,5 @@
-"""Simulation of the queues of one call. It computes when each piece of work runs, and how much concurrent pieces slow
-each other down."""
+"""Simulation of the queues of one call. The simulation computes the time at which each piece of work runs, and the
+factors by which concurrent pieces slow each other down."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol
 
 
 class Slowing(Protocol):
-    """The slow-downs of a GEMM and of a transfer that run concurrently: for each, its time while both run, divided by
-    its time alone (`planner.profile.Slowdown`)."""
+    """The slow-downs of a GEMM and of a transfer that run concurrently: for each of them, its time while both run,
+    divided by its time alone (`planner.profile.Slowdown`)."""
 
     @property
     def gemm(self) -> float: ...
@@ -32,7 +32,7 @@ class Step:
 
 @dataclass(eq=False)
 class Work:
-    """A piece of work. Its queue runs it in order, once `after` has ended. `us` is its time alone."""
+    """A piece of work. The queue runs the piece in order, once `after` has ended. `us` is its time alone."""
 
     queue: str
     name: str
@@ -44,7 +44,7 @@ class Work:
 
 def side_by_side(works: Sequence[Work], slowdown: Slowing) -> list[Step]:
     """Return the start and end of each piece of work. A queue runs its pieces in order, one at a time. GEMMs on several
-    queues ("gemm", "gemm 2") share the SMs evenly, and transfers ("comm", "comm 2") share the links; a GEMM and a
+    queues ("gemm", "gemm 2") share the SMs evenly, and transfers ("comm", "comm 2") share the links. A GEMM and a
     transfer slow each other down while both run."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):

@@ -1,7 +1,7 @@
 """The model of signaled plans. The GEMM's tiles run in waves on the SMs that the collective does not use. The transfer
 of group i starts at the group's signal or a gap after the end of transfer i - 1, whichever is later (the accumulate
-rule), and is slower until the GEMM ends. If copy engines move the groups, the model simulates queues, as for decomposed
-plans."""
+rule). The transfer is slower until the GEMM ends. If copy engines transfer the groups, the model simulates queues, as
+for decomposed plans."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from ..plans import Signaled, partition
 from .model import ITEM, Conditions, Cost, GemmCall, Occupancy, Parts
 from .queues import Step, Work
 
-# The us that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in order).
+# The time, in us, that each signaled group adds to a GEMM (docs/measurements.md, groups of one wave against tiles in
+# order).
 SIGNAL_COST = 0.7
-UNITS = 48  # a GEMM with more waves than this has groups of multiples of several waves
+UNITS = 48  # if a GEMM has more waves than this, its groups consist of multiples of several waves
 BEST_PARTITIONS = 3
-SINGLE = (1,) * 16  # waves of each group if copies move the groups; the last group has the remaining waves
+SINGLE = (1,) * 16  # waves of each group if copy engines transfer the groups; the last group has the remaining waves
 FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # candidate sizes of the first group, in waves or in such multiples
 Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with a number for each candidate
 
 
 @dataclass(frozen=True)
 class Signaling:
-    """Parameters of the signaled calls of one op. `signal` is the us from the last tile of a group to the start of the
-    group's collective. `gap` is the us from the end of one collective to the start of the next, in which the ranks wait
-    for each other. `gemm` and `transfer` are the slow-down of waves and of transfers while both run, beyond the
-    measured slow-down."""
+    """Parameters of the signaled calls of one op. `signal` is the time, in us, from the last tile of a group to the
+    start of the group's collective. `gap` is the time, in us, from the end of one collective to the start of the next,
+    in which the ranks wait for each other. `gemm` and `transfer` are the slow-downs of waves and of transfers while
+    both run, beyond the measured slow-downs."""
 
     signal: float = 6.0
     gap: float = 3.0
@@ -43,8 +44,8 @@ class Signaling:
 
 @dataclass(frozen=True)
 class Moving:
-    """Parameters of all-to-alls with groups that copy engines move. `gap` is the us by which a barrier exceeds its own
-    time. `copy` is the ratio of a copy's time to its time alone."""
+    """Parameters of all-to-alls whose groups copy engines transfer. `gap` is the time, in us, by which a barrier takes
+    longer in a call than alone. `copy` is the ratio of a copy's time in a call to its time alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -54,10 +55,10 @@ class Moving:
 class SignaledParts:
     """The inputs of the accumulate rule.
 
-    `tiles`, `waves` and `programs` are numbers of the GEMM. Every group but the last has a multiple of `unit` tiles.
-    `alone` and `concurrent` are the us of a wave alone and while the collective runs. `signal` and `gap` are as in
-    Signaling. A tile has `tile_bytes` bytes. `curve` returns the us of the collective by bytes; `slow` is the slow-down
-    of the collective under the GEMM.
+    `tiles`, `waves` and `programs` are the numbers of the GEMM's tiles, waves and programs. Every group except the last
+    has a multiple of `unit` tiles. `alone` and `concurrent` are the times of a wave, in us, alone and while the
+    collective runs. `signal` and `gap` are as in Signaling. A tile has `tile_bytes` bytes. `curve` returns the time of
+    the collective, in us, by bytes; `slow` is the slow-down of the collective during the GEMM.
     """
 
     tiles: int
@@ -73,17 +74,17 @@ class SignaledParts:
     slow: float
 
     def ends(self, groups: Sequence[int]) -> list[int]:
-        """Return the number of tiles that may be transferred after the waves of each group are done."""
+        """Return the number of tiles that may be transferred after each group's waves have ended."""
         waves = itertools.accumulate(partition(groups, self.waves))
         done = [min(self.tiles, w * self.programs) for w in waves]
         return [d if d == self.tiles else d // self.unit * self.unit for d in done]
 
     def transfer(self, tiles: int) -> float:
-        """Return the us of a transfer of `tiles` tiles alone."""
+        """Return the time, in us, of a transfer of `tiles` tiles alone."""
         return self.curve(tiles * self.tile_bytes)
 
     def gemm(self, first_waves: Numbers) -> Numbers:
-        """Return the us of all waves. No transfer runs during the waves of the first group."""
+        """Return the time of all waves in us. No transfer runs during the waves of the first group."""
         return first_waves * self.alone + (self.waves - first_waves) * self.concurrent
 
     def moved(self, begin: Numbers, us: Numbers, gemm: Numbers) -> Numbers:
@@ -92,11 +93,12 @@ class SignaledParts:
 
 
 class SignaledCost(Cost[Signaled, Signaling | Moving]):
-    """The model of an op's signaled plans. The candidates are partitions of the GEMM's waves into groups, for every
-    measured number of CTAs; if copies move the groups, the candidates are the default groups and groups of one wave."""
+    """The cost model of an op's signaled plans. The candidates are partitions of the GEMM's waves into groups, for
+    every measured number of CTAs. If copy engines transfer the groups, the candidates are the default groups and groups
+    of one wave."""
 
     def owners(self, world: int) -> int:
-        """Return the number of ranks among which a group's rows are divided equally."""
+        """Return the number of ranks over which a group's rows are divided equally."""
         return 1
 
     @abstractmethod
@@ -104,7 +106,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         """Return whether the result's rows of N elements are in ordinary order without a further copy."""
 
     def by_copies(self, p: Parts, call: GemmCall, plan: Signaled, fit: Moving | None) -> list[Step]:
-        """Return the steps of a plan with groups that copy engines move, if the op has such plans."""
+        """Return the steps of a plan whose groups copy engines transfer, if the op has such plans."""
         raise NotImplementedError
 
     def start(self, plan: Signaled) -> Signaling | Moving | None:
@@ -154,7 +156,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         columns = -(-call.n // plan.tile.block_n)
         tiles = self._tiles(call, plan, owners)
         waves, unit = -(-tiles // programs), owners
-        if self.in_place(call.n):  # a group has whole rows of tiles
+        if self.in_place(call.n):  # a group consists of whole rows of tiles
             unit = max(1, min(plan.tile.group_m, programs // columns)) * columns
         alone = p.tiles(Occupancy(plan.tile), programs, tiles, call.m, call.n, call.k) / waves
         slowdown = p.slowdown(name, plan.ctas)
@@ -197,11 +199,11 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return [*ran, Step("gemm", "put in order", transferred, transferred + p.optional("local", out))]
 
     def nbytes(self, call: GemmCall) -> float:
-        """Return the bytes of the output of the busiest rank."""
+        """Return the number of output bytes of the busiest rank."""
         return call.moved(call.m) * call.skew
 
     def groups_by_copies(self, p: Parts, call: GemmCall, plan: Signaled) -> Iterator[tuple[Work, float, float]]:
-        """Yield each group's part of the GEMM, and the fractions of the GEMM that are done before and after that
+        """Yield each group's part of the GEMM, and the fractions of the GEMM that have ended before and after that
         part."""
         tiles, programs = self._tiles(call, plan), p.sms - plan.ctas
         waves = -(-tiles // programs)
@@ -213,17 +215,19 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
 
 
 def groupings(part: SignaledParts) -> list[tuple[int, ...]]:
-    """Return one group of all waves, and the BEST_PARTITIONS fastest predicted partitions among the best ones for each
-    size of the first group. By the accumulate rule the end of transfer i depends on earlier transfers only through the
-    end of transfer i - 1. So dynamic programming over the waves finds the best partition for each size of the first
-    group (FlashOverlap instead prunes the partitions and tries the rest)."""
+    """Return one group of all waves, and the BEST_PARTITIONS partitions with the fastest predictions. These are chosen
+    from the best partition for each size of the first group. By the accumulate rule the end of transfer i depends on
+    earlier transfers only through the end of transfer i - 1. Dynamic programming over the waves therefore finds the
+    best partition for each size of the first group (FlashOverlap instead prunes the partitions and tries the remaining
+    ones)."""
     step = -(-part.waves // UNITS)
-    ends = [*range(step, part.waves, step), part.waves]  # numbers of waves after which a group may end
+    ends = [*range(step, part.waves, step), part.waves]  # the numbers of waves after which a group may end
     if len(ends) == 1:
         return [(part.waves,)]
     bounds = np.array([0, *ends])
     firsts = np.array([f for f in FIRST_GROUPS if f < len(ends)])
-    # transfers[i, j] is the us of transferring waves bounds[i] .. bounds[j] alone; the last wave may have fewer tiles.
+    # transfers[i, j] is the time, in us, of transferring waves bounds[i] .. bounds[j] alone; the last wave may have
+    # fewer tiles.
     lengths = sorted({int(b - a) for i, a in enumerate(bounds) for b in bounds[i + 1 : -1]})
     by_length = np.zeros(part.waves + 1)
     by_length[lengths] = [part.transfer(g * part.programs) for g in lengths]

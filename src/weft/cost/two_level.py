@@ -1,8 +1,8 @@
-"""The model of two-level plans. The node's op runs on the rows of one node after another, by the plan with the fastest
-prediction for one node. Transfers between nodes run on a separate queue, before the op (all-gather) or after it.
+"""The model of two-level plans. The node's op runs on the rows of one node after another, with the plan predicted to be
+fastest for one node. Transfers between nodes run on a separate queue, before the op (all-gather) or after it.
 
-The node's kernels leave BETWEEN_CTAS SMs to the transfers and are slower in proportion. cuBLAS's GEMM leaves none, but
-shares its SMs with the transfers, so the model slows it by the same factor.
+The node's kernels leave BETWEEN_CTAS SMs to the transfers and are slower in proportion. cuBLAS's GEMM leaves no SMs,
+but shares its SMs with the transfers, so the model slows it down by the same factor.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from .queues import Step
 
 @dataclass(frozen=True)
 class OverNodes:
-    """Times on `nodes` equal nodes. `node` has the parts of one node. `node_us` returns the us of a collective's op on
-    one node. `send` returns the us of a send of n bytes from every rank to the rank with the same local rank in a
-    different node. `all_reduce` returns the us of an all-reduce among the ranks with the same local rank."""
+    """Times on `nodes` equal nodes. `node` contains the times of the parts on one node. `node_us` returns the time, in
+    us, of a collective's op on one node. `send` returns the time, in us, in which every rank sends n bytes to the rank
+    with the same local rank on a different node. `all_reduce` returns the time, in us, of an all-reduce among the ranks
+    with the same local rank."""
 
     nodes: int
     node: Parts
@@ -29,13 +30,13 @@ class OverNodes:
     all_reduce: Callable[[float], float]
 
     def op(self, call: GemmCall, m: int) -> float:
-        """Return the us of the node's op on m rows."""
+        """Return the time, in us, of the node's op on m rows."""
         sms = self.node.sms
         return self.node_us(call._replace(m=m)) * sms / (sms - min(BETWEEN_CTAS, sms // 4))
 
 
 class TwoLevelCost(Cost[TwoLevel, None]):
-    """The model of an op's plans over several nodes, in up to four pieces."""
+    """The cost model of an op's plans over several nodes, in up to four pieces."""
 
     def possible(self, p: Parts) -> bool:
         return p.over_nodes is not None

@@ -1,9 +1,9 @@
-"""The emulator runs a world of ranks on one CPU thread: a seed decides the order of kernels, streams, copies and
+"""The emulator runs a world of ranks on one CPU thread. A seed determines the order of kernels, streams, copies and
 collectives.
 
-It executes the source of the kernels, and reports races, deadlocks, lost and doubled signals, reads of unwritten
-memory, and accesses outside of the tensor that a kernel was launched with. `backends/emulated.py` is the entry point;
-`check/schedules.py` runs many schedules.
+The emulator executes the source of the kernels. The emulator reports races, deadlocks, lost and doubled signals, reads
+of unwritten memory, and accesses outside the tensor with which a kernel was launched. `backends/emulated.py` is the
+entry point; `check/schedules.py` runs many schedules.
 
     interpret   Triton's language on numpy, one program
     libdevice   CUDA's mathematical functions on numpy
@@ -19,10 +19,10 @@ memory, and accesses outside of the tensor that a kernel was launched with. `bac
     deadlock    the wait-for graph as text
 
 It sees the reads and writes of host code's torch operations while a stream of the rank has work left, or if hosts run
-ahead. It does not see the reads and writes of compiled torch operations, how the compiler lays blocks out over threads,
-how it reorders waits and loads (`weft check` reads the PTX for that), or integer overflow. Inline assembly runs if
-inline_ptx.py knows its instructions, and is refused otherwise. Triton's specialisation of integer arguments has no
-effect in the emulator.
+ahead. The emulator does not observe the reads and writes of compiled torch operations, the layout of blocks over
+threads, the compiler's reordering of waits and loads (`weft check` reads the PTX for that), or integer overflow. Inline
+assembly runs if inline_ptx.py supports its instructions, and is refused otherwise. Triton's specialisation of integer
+arguments has no effect in the emulator.
 """
 
 from importlib.util import find_spec

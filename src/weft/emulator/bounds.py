@@ -1,9 +1,9 @@
-"""The tensor that a pointer comes from, and the check that an access stays inside it.
+"""The check that an access stays inside the tensor from which its pointer is derived.
 
 A pointer argument of a kernel carries the number of its tensor in its upper bits, which no address uses. Arithmetic,
-`tl.where`, a table of addresses and a cast to an integer and back all keep the number, element by element, so an access
-is checked against exactly the tensor that its address comes from. Number 0 means an address without a tensor, which may
-be in any tracked memory.
+`tl.where`, a table of addresses, and a cast to an integer and back all keep the number, element by element. An access
+is therefore checked against exactly the tensor from which its address is derived. Number 0 means an address without a
+tensor, which may be in any tracked memory.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Extent:
 
     @cached_property
     def end(self) -> int:
-        """Return the address after the tensor's last byte."""
+        """Return the address that follows the tensor's last byte."""
         if 0 in self.shape:
             return self.lo
         return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     @cached_property
     def gaps(self) -> bool:
-        """Return whether there are bytes between the elements. The result is False if axes interlock, since there is no
-        simple test for that case."""
+        """Return whether there are unused bytes between the elements. The result is False if axes interleave, because
+        there is no simple test for that case."""
         span, gaps = self.size, False
         for stride, n in sorted((s, n) for s, n in zip(self.strides, self.shape, strict=True) if s and n > 1):
             if stride < span:
@@ -55,13 +55,13 @@ class Extent:
 
     @property
     def axes(self) -> list[int]:
-        """Return the axes along which the address changes, the longest stride first."""
+        """Return the axes along which the address changes, in descending order of stride."""
         moving = [i for i, n in enumerate(self.shape) if n != 1] or range(len(self.shape))[-1:]
         return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
 
     def outside(self, addresses: np.ndarray, size: int) -> np.ndarray:
-        """Return which of the accesses of `size` bytes at `addresses` (int64) touch bytes outside all elements of the
-        tensor."""
+        """Return a mask of the accesses of `size` bytes at `addresses` (int64) that touch bytes outside all elements of
+        the tensor."""
         out = (addresses < self.lo) | (addresses + size > self.end)
         if self.gaps:
             for byte in (0, size - 1):
@@ -73,8 +73,8 @@ class Extent:
         return out
 
     def index(self, address: int) -> str:
-        """Return the element at an address as text, for a report. Its index on the axis with the longest stride may
-        exceed the size."""
+        """Return the element at an address as text, for a report. On the axis with the longest stride, the element's
+        index may exceed the size."""
         rest, index = address - self.lo, [0] * len(self.shape)
         for i in self.axes:
             index[i], rest = divmod(rest, self.strides[i])
@@ -89,8 +89,8 @@ class PointerBounds:
         self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """Return the tensor's address and number as one integer; it is the address alone if accesses may leave the
-        tensor (`weft.lang.beyond`), or if all numbers are in use."""
+        """Return the tensor's address and number as one integer. The integer is the address alone if accesses may leave
+        the tensor (`weft.lang.beyond`), or if all numbers are in use."""
         extent = Extent.of_tensor(tensor, name)
         if hasattr(tensor, "reaches_beyond"):
             return extent.lo
@@ -102,10 +102,10 @@ class PointerBounds:
             number = self._numbers[key] = len(self.extents)
             self.extents.append(extent)
         elif (known := self.extents[number]) is not None:
-            known.name = name  # the memory may have belonged to a different tensor earlier
+            known.name = name  # the memory may have belonged to a different tensor before
         return number << BITS | extent.lo
 
     def extent_of(self, pointer: int) -> Extent | None:
-        """Return the extent of the tensor that a pointer comes from, or None for an address without a number."""
+        """Return the extent of the tensor from which a pointer is derived, or None for an address without a number."""
         number = pointer >> BITS
         return self.extents[number] if 0 < number < len(self.extents) else None

@@ -1,4 +1,4 @@
-"""The wait-for graph of a deadlock as text: each task's wait, and the tasks that could still satisfy it."""
+"""The wait-for graph of a deadlock as text: the wait of each task, and the tasks that could still satisfy it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def graph(machine: Machine) -> str:
 
 
 def _alike(task: Task) -> Hashable:
-    """Return a key that is the same for programs of one launch that wait for one value of one counter at one site."""
+    """Return a key that is equal for programs of one launch that wait for one value of one counter at one site."""
     if task.run is not None and isinstance(task.waits, Wait):
         return task.run, task.waits.address, task.waits.target, task.waits.site
     return task

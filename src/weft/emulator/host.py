@@ -1,9 +1,9 @@
-"""Host code of each rank runs on separate threads; the emulator lets one thread run at a time.
+"""Each rank's host code runs on separate threads, and the emulator lets one thread run at a time.
 
-Programs and streams are greenlets of one thread. Host code cannot be a greenlet: torch keeps the gradient mode,
-autograd's queue and more per thread, and two ranks inside `torch.no_grad()` or `backward()` would mix theirs. So a
-rank's greenlet only represents its host thread: it hands control to the thread, waits, and runs the thread's requests
-that need the machine's thread.
+Programs and streams are greenlets of one thread. Host code cannot be a greenlet, because torch keeps the gradient mode,
+autograd's queue and more per thread. Two ranks inside `torch.no_grad()` or `backward()` would mix these states. A
+rank's greenlet therefore only represents its host thread. The greenlet hands control to the thread, waits, and runs
+those requests of the thread that need the machine's thread.
 
 The function that a rank runs may start threads, whose calls belong to the rank too. Each call holds the rank's lock
 from its beginning to its end, which serializes these calls. Without the lock a second thread would act while another
@@ -30,7 +30,7 @@ from ..errors import WeftError
 E = TypeVar("E", bound=BaseException)
 _PACKAGE = Path(__file__).parents[1]
 _EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
-SILENT = 60.0  # seconds after which the emulator names host code that makes no call: its loop may be endless
+SILENT = 60.0  # seconds after which the emulator reports host code that makes no call, as in an endless loop
 log = logging.getLogger("weft")
 LIMIT, RECOMPILES = "recompile_limit", 256  # the option of torch.compile, and its value: functions of one code
 LEFT_BEHIND = 5.0  # seconds for host code to end after a failed run; a thread that waits for another thread may not end
@@ -42,11 +42,11 @@ class HostThread:
     def __init__(self, rank: int, body: Callable[[], None]) -> None:
         self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
-        # Requests of the rank's threads to the machine's thread, None when the rank's function has ended; and the
+        # Requests of the rank's threads to the machine's thread (None when the rank's function has ended), and the
         # errors of these requests. At most one request is pending, so each queue hands control to the other side.
         self._requests: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._answers: SimpleQueue[BaseException | None] = SimpleQueue()
-        self._lock = threading.RLock()  # held by the thread of this rank that is making a call
+        self._lock = threading.RLock()  # held by this rank's thread that is making a call
         self._caller: int | None = None  # the identifier of the thread that holds the lock
         self._machine: int | None = None  # the identifier of the thread that runs programs and streams
         self._failed: BaseException | None = None
@@ -73,7 +73,7 @@ class HostThread:
             failed: BaseException | None = None
             try:
                 request()
-            except BaseException as error:  # the machine ends the run, and therefore this thread
+            except BaseException as error:  # the machine ends the run, and thereby this thread
                 failed = error
             self._answers.put(failed)
             try:
@@ -85,7 +85,8 @@ class HostThread:
             raise self._failed
 
     def _next_request(self) -> Callable[[], object] | None:
-        """Wait until the rank's function makes a call or ends; if that takes long, log which line it runs."""
+        """Wait until the rank's function makes a call or ends. If the wait is long, log the line that the function is
+        running."""
         try:
             return self._requests.get(timeout=SILENT)
         except Empty:
@@ -95,13 +96,14 @@ class HostThread:
             return self._requests.get()
 
     def outside(self) -> bool:
-        """Return whether the caller is not on the machine's thread, and therefore has to `ask`."""
+        """Return whether the caller is not on the machine's thread, and therefore must use `ask`."""
         return threading.get_ident() != self._machine
 
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Return a context manager around a call of host code, which serializes it with the calls of the rank's other
-        threads. It raises WeftError in a thread that still runs when the rank's function has returned."""
+        threads. The context manager raises WeftError in a thread that is still running when the rank's function has
+        returned."""
         if not self.outside():  # the machine's thread acts for a call that holds the lock
             yield
             return
@@ -131,7 +133,7 @@ class HostThread:
             )
 
     def ask(self, request: Callable[[], object]) -> None:
-        """Run `request` on the machine's thread, where it may switch tasks; called on a thread of the rank."""
+        """Run `request` on the machine's thread, where the request may switch tasks. Called on a thread of the rank."""
         self._requests.put(request)
         error = self._answers.get()
         _allow_recompiles()
@@ -142,7 +144,7 @@ class HostThread:
 
 
 def _allow_recompiles() -> None:
-    """Let torch.compile keep as many compiled functions as several runs have ranks. The limit applies to the calling
+    """Let torch.compile cache as many compiled functions as several runs have ranks. The limit applies to the calling
     thread."""
     config = sys.modules.get("torch._dynamo.config")
     if config is not None and getattr(config, LIMIT) < RECOMPILES:
@@ -150,8 +152,8 @@ def _allow_recompiles() -> None:
 
 
 def folded(error: E) -> E:
-    """Return the error with a traceback without the frames of the machinery that runs ranks. The frames of callers, of
-    the rank's function and of kernels stay, as does the last frame, which raised the error, unless the error is a
+    """Return the error without the traceback frames of the machinery that runs ranks. The frames of callers, of the
+    rank's function and of kernels remain. The last frame, which raised the error, also remains unless the error is a
     WeftError."""
     frames: list[TracebackType] = []
     frame_below = error.__traceback__

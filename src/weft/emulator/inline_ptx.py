@@ -1,8 +1,8 @@
 """Inline PTX in kernels: the instructions that published kernels use to synchronise.
 
-`tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that hold that element; every
-thread of the program holds a scalar. Here these threads take turns: each thread runs until it jumps backwards, which
-means that its spin loop has not ended. The model knows
+`tl.inline_asm_elementwise` runs its text for each element of a block, on the threads that hold that element. Every
+thread of the program holds a scalar. In the emulator these threads take turns: each thread runs until it jumps
+backwards, which means that its spin loop has not ended. The model knows
 
     ld, st           ordinary accesses; with .volatile, .relaxed, .acquire or .release atomic ones, of one thread
     atom, red        atomic updates of one thread
@@ -12,8 +12,8 @@ means that its spin loop has not ended. The model knows
 and moves, comparisons and integer arithmetic; it refuses any other instruction, and names it. An acquire by one thread
 orders the other threads of its program only after their next barrier (`Programs.thread_access`).
 
-A value that the text computes from %tid or %laneid has a number for each thread (`ThreadTensor`). As the condition of
-an `if` it selects the threads that run the body, which `interpret` keeps in `Task.threads`.
+A value that the text computes from %tid or %laneid has a separate value for each thread (`ThreadTensor`). As the
+condition of an `if`, such a value selects the threads that run the body; `interpret` stores them in `Task.threads`.
 """
 
 from __future__ import annotations
@@ -87,19 +87,21 @@ class AsmInstruction:
 
     @functools.cached_property
     def order(self) -> str:
-        """Return the ordering that the instruction's words name; an `atom` or `red` without an ordering is relaxed."""
+        """Return the ordering that the instruction's words specify; an `atom` or `red` without an ordering is
+        relaxed."""
         default = "relaxed" if self.words[0] in ("atom", "red") else ""
         return next((_ORDERS[w] for w in self.words if w in _ORDERS), default)
 
     @functools.cached_property
     def scope(self) -> str:
-        """Return the scope that the words name. A volatile access is as strong as a relaxed access at scope "sys"."""
+        """Return the scope that the words specify. A volatile access is as strong as a relaxed access at scope
+        "sys"."""
         default = "SYSTEM" if "volatile" in self.words else "GPU"
         return next((_SCOPES[w] for w in self.words if w in _SCOPES), default)
 
     @functools.cached_property
     def integers(self) -> bool:
-        """Return whether the words name no floating-point type."""
+        """Return whether the words specify no floating-point type."""
         return not any(_FLOAT.fullmatch(w) for w in self.words[1:])
 
     @property
@@ -110,7 +112,7 @@ class AsmInstruction:
         return self.words[0] not in accesses and not any("ctaid" in operand for operand in self.operands)
 
     def unknown(self, known: set[str]) -> list[str]:
-        """Return those words after the first word that this model does not know."""
+        """Return the words after the first one that this model does not support."""
         common = known | _HINTS | set(_SIZES) | set(_ORDERS) | set(_SCOPES)
         return [w for w in self.words[1:] if w not in common and not _HINT.fullmatch(w)]
 
@@ -160,8 +162,8 @@ def _operands(text: str) -> list[str]:
 
 
 class _Thread:
-    """One thread's run of the text. values: the placeholders $0, $1, ..: outputs, then inputs. number: the thread's
-    number in its program, which has `threads` threads."""
+    """One thread's execution of the text. values: the placeholders $0, $1, ..: outputs, then inputs. number: the
+    thread's number in its program, which has `threads` threads."""
 
     def __init__(self, text: str, values: list[int], number: int, threads: int) -> None:
         self.instructions, self.labels = parsed(text)
@@ -235,7 +237,7 @@ class _Thread:
         elif name in ("bar", "barrier") and "sync" in instruction.words and operands[0] == "0":
             interpret.hooks.flush_stores(bulk=False)
         elif name == "griddepcontrol":
-            pass  # waits for the end of the stream's previous kernel; in the emulator no kernel begins before that
+            pass  # waits for the end of the stream's previous kernel; in the emulator kernels begin only after that
         elif name == "mov" or (name in ("cvt", "cvta") and integers):
             self.write(operands[0], self.read(operands[1]), size)
         elif name == "setp" and instruction.words[1] in _COMPARE and integers and len(operands) == 3:
@@ -262,7 +264,7 @@ class _Thread:
         return interpret.hooks.thread_access(address, size, order, scope, new, everywhere=self.everywhere, **kind)
 
     def _moved(self, instruction: AsmInstruction, size: int, store: bool) -> None:
-        """Load into, or store from, a register or a vector of them."""
+        """Load into a register or a vector of registers, or store from it."""
         if instruction.unknown({"v2", "v4", "v8"}):
             raise refused(instruction)
         registers, memory = instruction.operands[::-1] if store else instruction.operands
@@ -275,7 +277,7 @@ class _Thread:
                 self.write(register, self._access(instruction, address + i * size, size), size)
 
     def _updated(self, instruction: AsmInstruction, size: int, memory: str, *values: str) -> int:
-        """Make an atomic update; return the value before it."""
+        """Perform an atomic update, and return the value before the update."""
         operation = next((w for w in instruction.words[1:] if w in _UPDATE or w == "cas"), "")
         if not operation or instruction.unknown({operation}) or instruction.type[0] == "f" or size < 4:
             raise refused(instruction)
@@ -297,7 +299,7 @@ class _Thread:
 
 
 def _signed(value: int, kind: str) -> int:
-    """Return a register's value, interpreted as the type."""
+    """Return the value of a register, interpreted as the type."""
     bits = 8 * _SIZES[kind]
     value &= (1 << bits) - 1
     return value - (1 << bits) if kind[0] == "s" and value >> bits - 1 else value
@@ -308,8 +310,8 @@ def refused(instruction: AsmInstruction, reason: str = "the emulator does not mo
 
 
 class Outputs:
-    """The outputs of one call, in the language's form. threads: for each output, the values by thread, if they differ
-    between threads."""
+    """The outputs of one call, in the types of Triton's language. threads: for each output, the values by thread, if
+    they differ between threads."""
 
     def __init__(self, handles: Sequence[TensorHandle], threads: Sequence[np.ndarray | None]) -> None:
         self.handles, self.threads = handles, threads
@@ -339,7 +341,7 @@ def run(text: str, constraints: str, inputs: Sequence[TensorHandle], types: Sequ
         return Outputs(handles, by_type if by_thread else [None] * len(types))
     if count > 1 and (handles_of_block := _block_move(text, outputs, inputs, types)) is not None:
         return Outputs(handles_of_block, [None] * len(types))
-    repeats = "atom" in text or "red." in text  # the effect of other instructions does not depend on how often they run
+    repeats = "atom" in text or "red." in text  # other instructions have the same effect however often they run
     copies = [int(t) for t in active] if count == 1 and (by_thread or repeats) else [int(active[0])]
     if count > 1 and repeats:
         copies *= max(1, len(active) // count)  # with fewer elements than threads, several threads hold each element
@@ -367,7 +369,7 @@ def run(text: str, constraints: str, inputs: Sequence[TensorHandle], types: Sequ
 def _block_move(
     text: str, outputs: int, inputs: Sequence[TensorHandle], types: Sequence[tl.dtype]
 ) -> list[TensorHandle] | None:
-    """Run a text of one relaxed or ordinary load or store for all elements at once; return its outputs, or None for any
+    """Run a text of one relaxed or ordinary load or store for all elements at once. Return its outputs, or None for any
     other text."""
     instructions, _ = parsed(text)
     if len(instructions) != 1 or instructions[0].words[0] not in ("ld", "st"):
@@ -399,7 +401,7 @@ def _block_move(
 
 @functools.cache
 def _values_by_thread(text: str, outputs: int, total: int) -> list[list[int]]:
-    """Return the outputs, by thread, of a text that uses only registers."""
+    """Return the outputs, by thread, of a text that accesses only registers."""
     threads = [_Thread(text, [0] * outputs, number, total) for number in range(total)]
     for thread in threads:
         for _ in thread.steps(everywhere=True):

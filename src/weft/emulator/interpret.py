@@ -1,13 +1,13 @@
 """This module interprets Triton's language on numpy: one program of a kernel runs as ordinary Python.
 
-A kernel's source is rewritten once (assignments make tensors, `range` yields them, as in the compiler) and executed in
-its own module's globals, which stay unchanged: closure variables supply the names that the rewritten code needs.
-`patched()` replaces `triton.language` by its interpreted form and restores it, so the same process can compile the same
-kernel.
+The source of a kernel is rewritten once: assignments convert values to tensors, and `range` yields tensors, as in the
+compiler. The rewritten code is executed in the globals of the kernel's own module, which stay unchanged: closure
+variables supply the names that the code needs. `patched()` replaces `triton.language` by its interpreted form and later
+restores it, so the same process can compile the same kernel.
 
-Every access to memory, barrier and atomic goes to `hooks`, the running machine (machine.py); this module knows nothing
-of ranks, streams or races. The module corrects results that Triton's own interpreter gets wrong: bf16 is computed in
-fp32 and rounded to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
+Every memory access, barrier and atomic calls `hooks`, the running machine (machine.py). This module contains no code
+for ranks, streams or races. The module corrects wrong results of Triton's own interpreter: bf16 is computed in fp32 and
+rounded to nearest even, fp16 dots accumulate in fp32, and minimum and maximum ignore NaN as on a GPU.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ Constant: TypeAlias = tl.constexpr | int | str | None  # an argument of a tl.con
 
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-TURNS = 100_000  # a `while` loop of more turns, which take about two seconds, counts as endless
+TURNS = 100_000  # a `while` loop with more turns, which take about two seconds, counts as endless
 hooks: Programs = None  # the Programs of the running Machine; None without a run
 assembly: Function = None  # the function that runs inline PTX, set by inline_ptx.py
-# A function of a Triton launch's (kernel, grid, *arguments, **options); None if launches are refused
+# A function of the (kernel, grid, *arguments, **options) of a Triton launch; None if launches are refused.
 user_launch: Function | None = None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
-# Rewritten functions, except Triton's own, by id, since a code object hashes its whole code.
+# Rewritten functions, except Triton's own, by id, because a code object hashes its whole code.
 _users: dict[int, CodeType] = {}
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assignments convert numbers to tensors, drops annotations (a `tl.constexpr` stays one), counts the turns of
-    `while` loops, and allows a branch that only some threads of the program take (`Branch`)."""
+    """Make assignments convert numbers to tensors, drop annotations (but keep `tl.constexpr`), count the turns of
+    `while` loops, and allow a branch that only some threads of the program take (`Branch`)."""
 
     branches = 0
     around: tuple[str, ...] = ()  # the branches around the statement that is being visited
@@ -126,7 +126,7 @@ def _method_call(name: str, method: str) -> ast.expr:
 
 
 class _Reach(ast.NodeTransformer):
-    """Adds a report of the line before every statement."""
+    """Add a report of the line before every statement."""
 
     def __init__(self, fn: JITFunction) -> None:
         self.key = f"{fn.fn.__code__.co_filename}"
@@ -190,7 +190,7 @@ def _reached(key: tuple[str, int]) -> None:
 
 
 def _count_turns() -> Iterator[None]:
-    """Yield once for each turn of a loop; raise Deadlock after more turns than a finite loop would make."""
+    """Yield once for each turn of a loop. Raise Deadlock after more turns than a finite loop would make."""
     yield from itertools.repeat(None, TURNS)
     raise Deadlock(f"a loop has made {TURNS} turns and has not ended\n{hooks.machine.me()}")
 
@@ -236,8 +236,8 @@ def _float8(kind: tl.dtype) -> torch.dtype:
 
 
 def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
-    """Return the bits of 8-bit floats, as `cvt.rn.satfinite` does: round to nearest even, map infinity and numbers that
-    are too large to the largest number, and every NaN to the positive NaN."""
+    """Return the bits of 8-bit floats, as `cvt.rn.satfinite` does: round to nearest even, map infinity and too large
+    numbers to the largest number, and map every NaN to the positive NaN."""
     dtype = _float8(kind)
     largest = torch.finfo(dtype).max
     wide = torch.from_numpy(np.array(x, np.float32))
@@ -246,7 +246,7 @@ def to_float8(x: np.ndarray, kind: tl.dtype) -> np.ndarray:
 
 
 def _f32(h: TensorHandle) -> np.ndarray:
-    """Return the numbers of a handle; if it stores the bits of bf16 or 8-bit floats, return them in fp32."""
+    """Return the numbers of a handle; if the handle stores bits of bf16 or 8-bit floats, return them in fp32."""
     kind = h.dtype.scalar
     if kind.name == "bf16":
         return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
@@ -270,7 +270,7 @@ _small: dict[int, tl.tensor] = {}
 
 
 def int32(value: int) -> tl.tensor:
-    """Return a scalar of the language; small scalars are shared, since nothing changes a scalar in place."""
+    """Return a scalar of the language; small scalars are shared, because nothing changes a scalar in place."""
     scalar = _small.get(value)
     if scalar is None:
         if not -(2**31) <= value < 2**31:
@@ -294,7 +294,7 @@ def to_tensor(x: object) -> tl.tensor | tuple:
         return int32(x)
     if kind is tuple:
         return tuple(to_tensor(part) for part in x)
-    if isinstance(x, tuple):  # a NamedTuple: its fields are tensors, or constants that stay constants
+    if isinstance(x, tuple):  # a NamedTuple: its fields are tensors, or constants that remain constants
         return x
     return semantic.to_tensor(x, False)
 
@@ -323,7 +323,7 @@ def _condition(condition: T, disable_licm: object = False) -> T:
 
 
 def _extreme(name: str) -> Function:
-    """Return the min or max of kernels: of tensors, element by element."""
+    """Return the element-wise min or max of tensors for kernels."""
 
     def call(*args: object) -> object:
         if any(isinstance(a, tl.tensor) for a in args):
@@ -348,7 +348,7 @@ _COMMON: dict[str, Function] = {  # the operators on Python's integers and on nu
 
 
 def _division(quotient: Function) -> dict[str, Function]:
-    """Return the operators that divide, from the quotient rounded to zero."""
+    """Return the division operators, computed from the quotient rounded to zero."""
     return {
         "__floordiv__": quotient,
         "__rfloordiv__": lambda a, b: quotient(b, a),
@@ -364,8 +364,8 @@ _INTEGERS = {id(tl.int32), id(tl.int64)}
 
 
 def _fast(name: str, slow: Function) -> Function:
-    """Return a method that computes int32 scalars, and operands of plain types, without Triton's type rules, and calls
-    `slow` otherwise."""
+    """Return a method that computes on int32 scalars and on operands of plain types without Triton's type rules, and
+    otherwise calls `slow`."""
     compares = name in _COMPARE
     make: Callable[[int], tl.tensor] = _bool if compares else int32
     scalar, block = ({**_COMMON, **division}[name] for division in (_SCALAR_DIVISION, _BLOCK_DIVISION))
@@ -409,7 +409,7 @@ def _fast(name: str, slow: Function) -> Function:
 
 
 def _tensor(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.tensor:
-    """Return a tensor of the operands' broadcast shape."""
+    """Return a tensor with the operands' broadcast shape."""
     for operand in operands:
         if type(operand.type) is tl.block_type:
             return tl.tensor(TensorHandle(data, element), _block_type(element, data.shape))
@@ -428,7 +428,7 @@ class Desc(stock.TensorDescHandle):
     """A tensor descriptor; `plain` is its geometry in bytes as Python integers."""
 
     plain: tuple[int, list[int], list[int], int, np.dtype]
-    fill: float  # the value of a load outside the tensor
+    fill: float  # the value of loads outside the tensor
 
     def validate(self) -> None:
         super().validate()
@@ -443,7 +443,7 @@ class Desc(stock.TensorDescHandle):
 
 
 class Builder(stock.InterpreterBuilder):
-    """Triton's numpy builder, which passes memory accesses to `hooks`, and corrects numbers."""
+    """Triton's numpy builder, which passes memory accesses to `hooks` and corrects wrong numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,12 +486,13 @@ class Builder(stock.InterpreterBuilder):
         return TensorHandle(np.asarray(function(*(a.data for a in args))).astype(dtype), kind.scalar)
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise for an operation that Triton's interpreter lacks; AttributeError where Triton itself tests for it."""
+        """Raise an error for an operation that Triton's interpreter lacks; the error is an AttributeError where Triton
+        itself tests for it."""
         if not name.startswith("create_"):
             raise AttributeError(name)
         raise NotImplementedError(f"the emulator has no form of the operation {name.removeprefix('create_')}")
 
-    # memory; `caching` stands for two hints, or since Triton 3.9 for one policy
+    # memory; `caching` represents two hints, or since Triton 3.9 one policy
     def create_load(self, ptr: TensorHandle, *caching_and_volatile: object) -> TensorHandle:
         return self.create_masked_load(ptr, None, None, *caching_and_volatile)
 
@@ -526,7 +527,7 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         return hooks.atomic(ptr.data, None, val.data.dtype, do, _enum(sem), _enum(scope))
 
-    # Triton calls these three methods since 3.9.
+    # Triton calls these three methods since version 3.9.
     def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: object, scope: object) -> TensorHandle:
         do = functools.partial(super().create_masked_load, _plain(ptr), mask, None, None, True)
         dtype = stock._get_np_dtype(ptr.get_element_ty())
@@ -541,8 +542,8 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_poll(
         self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: object, sem: object, scope: object
     ) -> TensorHandle:
-        """Poll until every word has the expected value; with a time limit, poll once, since one poll exceeds it.
-        Only words that have the value are acquired."""
+        """Poll until every word has the expected value. With a time limit, poll once, because one poll exceeds it. Only
+        words that have the expected value are acquired."""
         everywhere = TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
         while True:
             seen = self.create_atomic_load(ptr, everywhere, "RELAXED", scope)
@@ -656,7 +657,7 @@ class Builder(stock.InterpreterBuilder):
             raise NotImplementedError(f"there is no cast from {source} to {kind}: cast to float16 in between")
         if truncate and not (kind == tl.float8e5 and source == tl.float32):
             raise NotImplementedError(f"a cast from {source} to {kind} rounds to nearest only")
-        if truncate:  # round to fp16, since the result is its upper byte
+        if truncate:  # round to fp16, because the result is its upper byte
             half = libdevice.directed("rz", np.dtype(np.float16), src.data)
             half[np.isnan(src.data)] = np.uint16(0x7FFF).view(np.float16)
             return TensorHandle((half.view(np.uint16) >> 8).astype(np.uint8), kind)
@@ -677,7 +678,7 @@ class Builder(stock.InterpreterBuilder):
 
 
 def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle) -> TensorHandle:
-    """Add to, or exchange, bf16 numbers in memory, one after another; return the numbers before."""
+    """Add to, or exchange, bf16 numbers in memory, one after another; return the previous numbers."""
     if op not in ("FADD", "XCHG"):
         raise NotImplementedError(f"GPUs have no atomic {op.lower()} of bf16")
     addresses, values, on = np.broadcast_arrays(_plain(ptr).data, val.data, mask.data)
@@ -692,8 +693,8 @@ def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHand
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the product, computed by torch on one thread: numpy would wait for a second thread, which costs more time
-    than such a product."""
+    """Return the matrix product, computed by torch on one thread: numpy would wait for a second thread, which costs
+    more time than such a product."""
     if x.dtype != np.float32:
         return np.matmul(x, y)
     operands = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in (x, y)]
@@ -710,7 +711,7 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 
 
 class _Semantic(stock.TritonSemantic):
-    """Triton's semantics, with shortcuts for the most frequent operations of kernels."""
+    """Triton's semantics, with faster implementations of frequent operations."""
 
     other_given = False  # whether the load that is being built has an `other`
 
@@ -729,7 +730,8 @@ class _Semantic(stock.TritonSemantic):
         return super().load(ptr, mask, other, *rest)
 
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
-        # Python makes the product of a constexpr and a tensor a constexpr; since Triton 3.9 that may not hold a tensor.
+        # Python turns the product of a constexpr and a tensor into a constexpr, which since Triton 3.9 may not hold a
+        # tensor.
         return super().to_tensor(plain(x), check_type)
 
     def broadcast_impl_value(self, lhs: tl.tensor, rhs: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
@@ -772,13 +774,14 @@ def _broadcast(tensor: tl.tensor, shape: tuple[int, ...]) -> tl.tensor:
 
 
 def _pointed(ptr: object) -> tl.dtype | None:
-    """Return the type of the numbers that a tensor of pointers points to; None if Triton's own code has to decide."""
+    """Return the type of the numbers to which a tensor of pointers points; None if Triton's own code must decide."""
     element = getattr(ptr.dtype, "element_ty", None) if type(ptr) is tl.tensor else None
     return element if type(element) is tl.dtype and element is not tl.int1 else None
 
 
 def _operand(x: object, kind: tl.dtype) -> object:
-    """Return the numbers of an operand of type `kind`, or of a constant converted to it; None for any other operand."""
+    """Return the numbers of an operand of type `kind`, or of a constant converted to that type; None for any other
+    operand."""
     if type(x) is tl.tensor:
         return x.handle.data if x.dtype is kind else None
     if (type(x) is int and kind is tl.int32 and -(2**31) <= x < 2**31) or (type(x) is float and kind is tl.float32):
@@ -819,7 +822,7 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 
 def convert(arg: object, name: str = "") -> object:
-    """Return a launch argument in the kernel's form; `name` is its name in reports."""
+    """Return a launch argument in the kernel's form; reports call it `name`."""
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -873,7 +876,7 @@ def bind(kernel: JITFunction, args: Mapping[str, object]) -> dict[str, object]:
 
 
 class _InFloat32:
-    """Computes reductions and scans of bf16 in fp32."""
+    """Compute reductions and scans of bf16 in fp32."""
 
     def apply(self, input: tl.tensor | tuple) -> tl.tensor | tuple:
         if not isinstance(input, tuple):
@@ -924,7 +927,7 @@ def _dot(
 
 
 def _of_triton(fn: Function) -> Function:
-    """Mark a function so that Triton omits it from a kernel's hash, which host code may request during a run."""
+    """Mark a function so that Triton omits it from the hash of a kernel, which host code may request during a run."""
     setattr(fn, tl.core.TRITON_BUILTIN, True)
     return fn
 
@@ -933,8 +936,8 @@ NOT_RUN = " does not run in the emulator: "
 
 
 def _builtin(member: Function, title: str) -> Function:
-    """Return the interpreted form of a function of the language. If the emulator has none, the error names the function
-    by its title."""
+    """Return the interpreted form of a function of the language. If the emulator has no such form, the error names the
+    function by its title."""
 
     body = getattr(member, "__wrapped__", member)  # without Triton's check that a kernel makes the call
 
@@ -984,7 +987,7 @@ _REFUSED = {
 
 
 def _late(member: Function) -> Function:
-    """Return a function that calls the current form, when the kernel runs, of a function of the language that the
+    """Return a function that, when the kernel runs, calls the current form of a function of the language that the
     kernel's module imported by name."""
     return lambda *args, **kwargs: getattr(sys.modules[member.__module__], member.__name__)(*args, **kwargs)
 
@@ -1072,7 +1075,8 @@ _block_types: dict[tuple[Hashable, tuple[int, ...]], tl.block_type] = {}
 
 
 def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
-    """Return the block type from a cache by element type and shape, with the shape as Python's tuple in `sizes`."""
+    """Return the block type from a cache keyed by element type and shape; `sizes` contains the shape as a Python
+    tuple."""
     key: tuple[Hashable, tuple[int, ...]] = (id(element), shape)
     if type(element) is tl.pointer_type:
         key = ((id(element.element_ty), element.address_space, element.const), shape)
@@ -1081,7 +1085,7 @@ def _block_type(element: tl.dtype, shape: tuple[int, ...]) -> tl.block_type:
         known = object.__new__(tl.block_type)
         _stock_block_type(known, element, list(shape))
         known.sizes = shape
-        _block_types[key] = known  # keeps the element type alive, so that no other object gets its id
+        _block_types[key] = known  # keeps the element type alive, so that no other object receives its id
     return known
 
 
@@ -1100,7 +1104,7 @@ def _tuple_eq(self: tl.core.tuple, other: object) -> tl.constexpr:
 
 
 def _getitem(self: tl.tensor, slices: object) -> tl.tensor:
-    """Return the tensor with new axes, by a shortcut for the usual index of a block."""
+    """Return the tensor with new axes, by a faster implementation for the usual index of a block."""
     if type(self.type) is tl.block_type and type(slices) is tuple and all(s is None or s == _WHOLE for s in slices):
         if len(slices) - slices.count(None) <= self.handle.data.ndim:
             return _tensor(self.handle.data[slices], self.dtype, self)
@@ -1114,7 +1118,7 @@ Change = tuple[object, str, object]  # object, attribute, value
 
 
 class _Recorder:
-    """Collects the attributes that Triton's own patching would set, without setting them."""
+    """Collect the attributes that Triton's own patching would set, without setting them."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -1125,8 +1129,8 @@ class _Recorder:
 
 @functools.cache
 def _changes() -> list[Change]:
-    """Return (object, attribute, interpreted value) of each patched attribute, computed once while the language is
-    unpatched."""
+    """Return (object, attribute, interpreted value) of each patched attribute; the list is computed once while the
+    language is unpatched."""
     scope = _Recorder()
     for path, spaces in _SPACES.items():
         for space, (name, member) in ((s, named) for s in spaces for named in inspect.getmembers(s)):
@@ -1143,7 +1147,7 @@ def _changes() -> list[Change]:
             scope.set_attr(space, name, _refused(f"{path}.{name}", _OTHER_GPUS))
     scope.set_attr(tl.target_info, "current_target", _of_triton(lambda: GPUTarget("cuda", HOPPER, 32)))
     stock._patch_lang_tensor(tl.core.tensor, scope)
-    scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 does not convert an array of one element
+    scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 does not convert an array with one element
     for space in (tl, tl.core):
         stock._patch_lang_core(space, scope)
         for name, value in (

@@ -83,7 +83,7 @@ def post(ptr: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.ten
     words = [np.broadcast_to(w.handle.data, shape)[mask] for w in (w0, w1, w2, w3)]
     addresses = ptr.handle.data[mask].astype(np.uint64)[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
     values = np.stack(words, 1).astype(np.int32)
-    for part in interpret.hooks.halves(len(addresses)):  # a reader may see some of the words before the others
+    for part in interpret.hooks.halves(len(addresses)):  # a reader may observe some of the words before the others
         if addresses[part].size:
             interpret.hooks.store(addresses[part], values[part], None, low_latency=True)
 
@@ -106,7 +106,7 @@ def load_pairs(ptr: tl.tensor, seen: tl.tensor) -> tl.tensor:
 def look_again(
     tries: Scalar, began: tl.tensor, guard: tl.tensor, ptr: tl.tensor, tile: Scalar, peer: Scalar
 ) -> tl.tensor:
-    """Sleep if no word has changed since this program's last call."""
+    """Sleep if no word has changed since this program's previous call."""
     interpret.hooks.look_again()
     return int32(1)
 
@@ -121,7 +121,7 @@ def keep_before(x: tl.tensor) -> tl.tensor:
 
 
 def window_fence() -> None:
-    """Do nothing: addresses have no aliases here."""
+    """Do nothing: addresses have no aliases in the emulator."""
 
 
 def window_sum(row: tl.tensor, H: Constant, P: Constant, DTYPE: tl.constexpr | tl.dtype) -> tl.tensor:

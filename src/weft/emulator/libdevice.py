@@ -1,6 +1,6 @@
 """CUDA's libdevice on numpy: the functions behind `triton.language.extra.libdevice`, by symbol.
 
-fp32 functions are computed in fp64 and rounded once. A GPU's results differ in the last bits, since its functions may
+fp32 functions are computed in fp64 and rounded once. A GPU's results differ in the last bits, because its functions may
 have an error of a few units in the last place. The Bessel functions are correct to 1e-6.
 """
 
@@ -30,7 +30,8 @@ def _by_torch(fn: Callable[..., torch.Tensor]) -> ArrayFunction:
 
 
 def _by_math(fn: Callable[..., float]) -> ArrayFunction:
-    """Return a function of arrays that applies `fn` to each element; the result is NaN where `fn` raises."""
+    """Return a function of arrays that applies `fn` to each element; the result is NaN for elements for which `fn`
+    raises an error."""
 
     def of_elements(*args: float) -> float:
         try:
@@ -44,8 +45,8 @@ def _by_math(fn: Callable[..., float]) -> ArrayFunction:
 
 
 def _bessel(order: Array, x: Array, order_0: ArrayFunction, order_1: ArrayFunction) -> Array:
-    """Return a Bessel function of integer order from the functions of order 0 and 1, by the recurrence in the order.
-    The recurrence loses digits if the order is much larger than the argument."""
+    """Return a Bessel function of integer order, computed from the functions of order 0 and 1 by the recurrence in the
+    order. The recurrence loses digits if the order is much larger than the argument."""
     out = np.empty(np.broadcast_shapes(order.shape, x.shape))
     orders = np.broadcast_to(order, out.shape)
     for n in np.unique(orders):
@@ -115,7 +116,7 @@ def _half_away(x: Array) -> Array:
 
 
 def _exponent(x: Array) -> Array:
-    """Return the exponent of each number; for 0 and for numbers that are not finite, the result of C's logb."""
+    """Return the exponent of each number; for 0 and for infinite or NaN numbers, return the result of C's logb."""
     exponent = np.frexp(x)[1].astype(np.float64) - 1
     return np.where(x == 0, -np.inf, np.where(np.isnan(x), np.nan, np.where(np.isinf(x), np.inf, exponent)))
 
@@ -128,7 +129,7 @@ def _ilogb(x: Array) -> Array:
 
 
 def _bits(x: Array, width: int) -> Array:
-    """Return the bits [.., width] of integers, the lowest first."""
+    """Return the bits [.., width] of integers, starting with the lowest."""
     return (x.view(f"u{width // 8}")[..., None] >> np.arange(width, dtype=f"u{width // 8}")) & 1
 
 
@@ -205,13 +206,13 @@ IN_OWN_DTYPE: dict[str, ArrayFunction] = {
     "double2hiint": lambda x: (x.view(np.int64) >> 32).astype(np.int32),
     "hiloint2double": lambda high, low: (high.astype(np.int64) << 32 | low.view(np.uint32)).view(np.float64),
 }
-# Symbols that differ from the names of their functions by more than a prefix u (unsigned) or a suffix f, d or ll.
+# Symbols that differ from their functions' names by more than a prefix u (unsigned) or a suffix f, d or ll.
 UNLIKE = {"umulhi": "mulhi", "umul64hi": "mul64hi", "usad": "sad", "uhadd": "hadd", "urhadd": "rhadd"}
 
 # -- rounding to a given side ------------------------------------------------------------------------------------------
 
 TO_INTEGER = {"rn": np.rint, "rz": np.trunc, "rd": np.floor, "ru": np.ceil}
-ARITHMETIC: dict[str, tuple[ArrayFunction, Callable[..., Fraction]]] = {  # rounded by the dtype, and exact
+ARITHMETIC: dict[str, tuple[ArrayFunction, Callable[..., Fraction]]] = {  # rounded to the dtype, and exact
     "add": (np.add, lambda x, y: x + y),
     "sub": (np.subtract, lambda x, y: x - y),
     "mul": (np.multiply, lambda x, y: x * y),
@@ -230,8 +231,8 @@ INTEGERS: dict[str, np.dtype] = {
 
 
 def _to_integer(x: Array, dtype: np.dtype) -> Array:
-    """Return whole numbers as integers; a number out of range becomes the nearest integer in range. NaN becomes 0 in 32
-    bits and the top bit in 64 bits."""
+    """Return integral floating-point numbers as integers; a number out of range becomes the nearest integer in range.
+    NaN becomes 0 in 32 bits, and only the top bit is set in 64 bits."""
     limits, nan = np.iinfo(dtype), 0 if dtype.itemsize == 4 else 1 << 63
     whole = [nan if math.isnan(v) else limits.max if v > limits.max else max(limits.min, int(v)) for v in x.ravel()]
     bits = np.array([w % 2 ** (8 * dtype.itemsize) for w in whole], f"u{dtype.itemsize}")
@@ -239,8 +240,8 @@ def _to_integer(x: Array, dtype: np.dtype) -> Array:
 
 
 def _rounded(nearest: Array, exact: Fraction, root: bool, side: str, dtype: np.dtype) -> Array:
-    """Return the number of `dtype` next to `exact`, or to its square root, on the given side. nearest: a number close
-    to the exact value."""
+    """Return the number of `dtype` that is next to `exact`, or to its square root, on the given side. nearest: a number
+    close to the exact value."""
     lowest, highest = dtype.type(-np.inf), dtype.type(np.inf)
 
     def above(x: float) -> Fraction:
@@ -296,7 +297,7 @@ _AS_INTEGERS = np.vectorize(int, otypes=[object])
 
 
 def _converter(symbol: str) -> ArrayFunction | None:
-    """Return the function of a symbol such as float2int_rd or dadd_ru, whose last letters give the rounding."""
+    """Return the function of a symbol such as float2int_rd or dadd_ru, whose last letters name the rounding."""
     name, _, side = symbol.rpartition("_")
     if side not in TO_INTEGER:
         return None
@@ -312,8 +313,8 @@ def _converter(symbol: str) -> ArrayFunction | None:
 
 @functools.cache
 def function_of(symbol: str) -> ArrayFunction | None:
-    """Return the function of libdevice's symbol, or None if this module lacks it. Its arguments are broadcast
-    arrays."""
+    """Return the function of libdevice's symbol, or None if this module does not implement it. Its arguments are
+    broadcast arrays."""
     name = UNLIKE.get(symbol.removeprefix("__nv_"), symbol.removeprefix("__nv_"))
     for known in (name, re.sub(r"(f|d|ll)$", "", name)):
         if (exact := IN_OWN_DTYPE.get(known)) is not None:

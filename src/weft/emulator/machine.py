@@ -1,9 +1,9 @@
 """The machine runs all ranks of a world as greenlets of one thread, schedules them by a seed, and tracks happens-before
 with vector clocks.
 
-A task is the host code of a rank (host.py), a stream, which runs its operations in order, or a resident program of a
-running kernel. The current task runs until a scheduling point (an atomic, an intrinsic, an operation enqueued on a
-stream, sometimes a load or store), which picks the next task. When no task can run, the run is over or deadlocked.
+A task is a rank's host code (host.py), a stream, which runs its operations in order, or a resident program of a running
+kernel. The current task runs until a scheduling point (an atomic, an intrinsic, an operation enqueued on a stream,
+sometimes a load or store), which picks the next task. When no task can run, the run has ended or is deadlocked.
 
 These edges order two tasks:
     host -> stream                  the host's clock when it enqueues an operation (`synchronize`, `exchange`)
@@ -77,7 +77,7 @@ from .torch_order import TorchOrder
 
 R = TypeVar("R")
 
-LOG = 128  # the number of latest changes that are stored for each word
+LOG = 128  # the number of most recent changes that are stored for each word
 IDLE_ROUNDS = 64  # spinning tasks are deadlocked after this number of rounds of polls without any change
 
 MODES = ("clock", "random", "starve", "burst")
@@ -91,13 +91,13 @@ Channel = tuple[torch.Tensor, torch.Tensor | int, list[int] | int | None]
 
 
 class Mutation(Protocol):
-    """A change of one call, by which a test shows that the emulator notices it."""
+    """A change of one call; a test makes it to show that the emulator reports it."""
 
     def changes(self, fn: JITFunction) -> bool:
         """Return whether the call is in the source of this function."""
 
     def apply(self, tree: ast.Module) -> None:
-        """Change the call in the function's source."""
+        """Apply the change to the call in the function's source."""
 
     def drops(self, site: tuple[str, int, str]) -> bool:
         """Return whether the mutation drops the call at this site of host code: the file, the line and the backend's
@@ -127,9 +127,9 @@ class Machine:
         (torch_order.py).
 
         ends_release: a relaxed atomic of a kernel publishes the writes of earlier operations on the kernel's stream,
-        and the update that it reads orders later operations. PTX does not promise that, but GPUs make writes visible
-        to all when an operation ends, and the signals of published kernels rely on it. weft's own kernels release and
-        acquire."""
+        and the update that it reads orders later operations. PTX does not promise this order. GPUs, however, make
+        writes visible to all when an operation ends, and the signals of published kernels rely on it. weft's own
+        kernels release and acquire."""
         self.nodes, self.ends_release = nodes or (0,) * size, ends_release
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
         self.races, self.mutation, self.record, self.ahead, self.costs = races, mutation, record, ahead, costs
@@ -156,18 +156,18 @@ class Machine:
         self.sites: list[SourceSite] = [()]
         self.site_ids: dict[tuple[int, ...], int] = {}  # the site that belongs to each `interpret.trail`
         # the world
-        self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
+        self.words: dict[int, deque[Update]] = {}  # the latest changes of every counter and flag
         self.ledgers: dict[int, Ledgers] = {}  # by rank
-        self.calls: dict[Hashable, dict[int, object]] = {}  # calls by rank, until all ranks have made them
-        # The bytes of each multicast window, and the address of its memory on every rank.
+        self.calls: dict[Hashable, dict[int, object]] = {}  # calls by rank; they remain until all ranks have made them
+        # The number of bytes of each multicast window, and the address of its memory on every rank.
         self.windows: list[tuple[int, list[int]]] = []
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
         self.not_resident: dict[KernelRun, str] = {}  # the error message for launches that signal but are not resident
         self.hosts: list[Task] = []
         self.host_threads: list[HostThread] = []
-        self.program_of_agent: dict[int, int] = {}  # by agent of a program, the program's main agent
-        # Filled by `EmulatedBackend.register_channel`, by the rank, the channel's name and its address.
+        self.program_of_agent: dict[int, int] = {}  # for each agent of a program, the program's main agent
+        # `EmulatedBackend.register_channel` fills this table, keyed by the rank, the channel's name and its address.
         self.channels: dict[tuple[int, str, int], Channel] = {}
         self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank, functions that name a counter
         self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # by a World's guard, makes its error
@@ -178,8 +178,8 @@ class Machine:
 
     # -- running -----------------------------------------------------------------------------------------------------
     def add_window(self, nbytes: int, starts: list[int]) -> int:
-        """Return a new multicast address for memory with a copy on every rank. That address is not an address of any
-        rank's own memory."""
+        """Return a new multicast address for memory with a copy on every rank. That address differs from all addresses
+        of any rank's own memory."""
         self.windows.append((nbytes, starts))
         return WINDOW + (len(self.windows) - 1) * WINDOW_STEP
 
@@ -191,7 +191,7 @@ class Machine:
         return [start + offset for start in self.windows[number][1]]
 
     def run(self, hosts: Sequence[Callable[[], R]]) -> list[R]:
-        """Run each rank's function to its end; return the results by rank."""
+        """Run each rank's function to its end, and return the results by rank."""
         results: dict[int, R] = {}
 
         def host(rank: int, fn: Callable[[], R]) -> Callable[[], None]:
@@ -209,7 +209,7 @@ class Machine:
             return body
 
         threads = torch.get_num_threads()
-        # This thread runs the ranks' streams, on tensors made in any gradient mode, and must not record gradients.
+        # This thread runs the ranks' streams on tensors created in any gradient mode, and must not record gradients.
         with interpret.patched(self.programs), torch.inference_mode():
             torch.set_num_threads(1)  # one task runs at a time, on small tensors
             try:
@@ -233,7 +233,8 @@ class Machine:
         return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
-        """Resume one task after another. This greenlet, the hub, gets control when a task ends or no task can run."""
+        """Resume one task after another. This greenlet, the hub, receives control when a task ends or no task can
+        run."""
         while True:
             task, self.beginning = self.beginning, None
             if task is None:
@@ -244,8 +245,8 @@ class Machine:
             task.greenlet.switch()
 
     def _stalled(self) -> bool:
-        """Wake tasks when none is ready: first tasks that wait for a word that host code has changed, then tasks that
-        spin. Returns False if the run is over, and raises Deadlock if no task can continue."""
+        """Wake tasks when none is ready: first tasks that wait for a word that host code has changed, then spinning
+        tasks. Returns False if the run has ended, and raises Deadlock if no task can continue."""
         for address, tasks in list(self.waiting.items()):
             value = self.peek(address)
             for task in list(tasks):
@@ -266,7 +267,7 @@ class Machine:
         raise Deadlock(deadlock.graph(self))
 
     def _cut(self) -> None:
-        """Complete the timeline of a failed run: draw unfinished waits for a tenth of the run longer."""
+        """Complete the timeline of a failed run: draw each unfinished wait longer, by a tenth of the run."""
         end = 1.1 * max(task.time for task in self.tasks)
         for task in self.tasks:
             if task.kind == "program" and not task.done and task.run is not None:
@@ -280,14 +281,14 @@ class Machine:
         self.closing = True
         for task in self.tasks:
             if task.greenlet is not None and task.greenlet and not task.greenlet.dead:
-                self.current = task  # since host code that ends may still make calls, which belong to the task's rank
+                self.current = task  # because host code that ends may still make calls, which belong to the rank's task
                 task.greenlet.throw(GreenletExit)
         self.streams.clear()
         self.report.host_sites = sorted(self.seen_sites)
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
     def task(self, name: str, rank: int, kind: str, track: str, key: Hashable, clock: np.ndarray | None = None) -> Task:
-        """Return a new task with its own clock; the memory model of the rank identifies the task by `key`."""
+        """Return a new task with a separate clock; the memory model of the rank identifies the task by `key`."""
         agent = self.agent(key, rank)
         task = Task(self, name, rank, kind, track, agent, np.zeros(self.width, np.int32))
         if clock is not None:
@@ -302,7 +303,7 @@ class Machine:
         return task
 
     def agent(self, key: Hashable, rank: int) -> int:
-        """Return the index in the vector clocks of the agent with this key, a new one on first use."""
+        """Return the index in the vector clocks of the agent with this key; the first use creates a new index."""
         agent = self.agents.get(key)
         if agent is None:
             agent = self.agents[key] = len(self.clocks)
@@ -382,7 +383,7 @@ class Machine:
         return ready[int(self.rng.random() * n)]
 
     def _switch(self) -> None:
-        """Give control to the picked task; return when this task is picked again."""
+        """Give control to the selected task, and return when this task is selected again."""
         me, task = self.current, None
         if self.ready and not self.closing:
             task = self._pick()
@@ -394,7 +395,7 @@ class Machine:
             self._switch_to(task)
 
     def _switch_to(self, task: Task | None) -> None:
-        """Give control to the task, or without a task to the hub. Called on the machine's thread."""
+        """Give control to the task, or to the hub if there is no task. Called on the machine's thread."""
         if self.closing:
             raise GreenletExit
         if task is None:
@@ -405,12 +406,12 @@ class Machine:
         self.report.schedule = hash((self.report.schedule, task.agent))
         if task.greenlet:
             task.greenlet.switch()
-        else:  # the hub starts the task, since a greenlet inherits the stack depth of the greenlet that starts it
+        else:  # the hub starts the task, because a greenlet inherits the stack depth of the greenlet that starts it
             self.beginning = task
             self.hub.switch()
 
     def pause(self) -> None:
-        """Let another task run if the schedule selects one: a scheduling point."""
+        """Let another task run if the schedule selects one; this is a scheduling point."""
         if len(self.ready) > 1 or self.closing:
             self._switch()
 
@@ -432,7 +433,7 @@ class Machine:
 
     def store_word(self, address: int, value: int, store: bool = True, releases: bool = True) -> None:
         """Change a word by an operation of the current stream. store: as in `release`. releases: whether a memory
-        barrier comes before the change."""
+        barrier precedes the change."""
         self.word(address, ATOMIC_WRITE)
         ctypes.c_int32.from_address(address).value = value
         self.release(self.current, address, True, store, releases)
@@ -440,7 +441,7 @@ class Machine:
         self.current.advance()
 
     def poll_word(self, address: int, done: Callable[[int], bool], acquires: bool = True) -> None:
-        """Block the current stream until the value of a word is the one that it waits for."""
+        """Block the current stream until a word has the value for which the stream waits."""
         self.pause()
         while not done(self.peek(address)):
             self.sleep(address)
@@ -493,9 +494,9 @@ class Machine:
     def await_word(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         """Block until the word has reached `target`, then acquire.
 
-        The program then knows only that the word has reached the target. It therefore acquires the releases up to the
-        word's last rise to the target, even if there are later releases. The emulator thus finds a target that is one
-        arrival too low in every schedule.
+        The program can conclude only that the word has reached the target. The program therefore acquires the releases
+        up to the word's last rise to the target, even if there are later releases. The emulator thus detects, in every
+        schedule, a target that is too low by one arrival.
         """
         task = self.current
         if self.record and scope_sys and task.kind == "program":
@@ -521,7 +522,7 @@ class Machine:
         return value
 
     def signals(self, action: str) -> None:
-        """Note that the current task waits or notifies: if it is a program, its whole grid should be resident at
+        """Note that the current task waits or notifies. If the task is a program, its whole grid should be resident at
         once."""
         run = self.current.run
         if run is not None and not run.fits(self.sm_count) and run not in self.not_resident:
@@ -532,7 +533,7 @@ class Machine:
             )
 
     def acquire(self, task: Task, update: Update, scope_sys: bool, later: bool = False) -> None:
-        """Order the task after the clock that an update of a word released; later: from its threads' next barrier
+        """Order the task after the clock that an update of a word released; later: only from its threads' next barrier
         on."""
         task.acquired = True
         for clock in self.published(task, update, scope_sys):
@@ -543,8 +544,8 @@ class Machine:
                 self.show_copies(task)
 
     def show_copies(self, task: Task) -> None:
-        """Let the task's bulk accesses see stream operations that it is ordered after, with `ends_release`: stream
-        operations do not write through the SM's caches, so no proxy fence is needed."""
+        """Let the task's bulk accesses observe the stream operations after which the task is ordered, with
+        `ends_release`. Stream operations do not write through the SM's caches, so no proxy fence is needed."""
         if self.ends_release and task.kind == "program":
             self.widen(task)
             streams = [agent for key, agent in self.agents.items() if isinstance(key, tuple) and key[0] == "stream"]
@@ -552,7 +553,7 @@ class Machine:
 
     def observe(self, task: Task, update: Update, scope_sys: bool) -> None:
         """Note that a relaxed atomic has read an update. With `ends_release`, accesses after the task's next fence, and
-        operations after its kernel on the stream, are ordered after the clock that the update released."""
+        later operations on the kernel's stream, are ordered after the clock that the update released."""
         if self.ends_release and task.kind == "program":
             for wide, clock in enumerate((update.ranks.get(task.rank), update.system if scope_sys else None)):
                 if clock is not None:
@@ -560,7 +561,7 @@ class Machine:
                     task.at_end = merged(task.at_end, clock)
 
     def published(self, task: Task, update: Update, scope_sys: bool) -> list[np.ndarray]:
-        """Return the clocks that an update shows to a task."""
+        """Return the clocks that an update makes visible to a task."""
         clocks = [update.ranks.get(task.rank), update.system if scope_sys else None]
         return [clock for clock in clocks if clock is not None]
 
@@ -568,8 +569,8 @@ class Machine:
         self, task: Task, address: int, scope_sys: bool, store: bool, released: bool, fenced: bool = True
     ) -> None:
         """Record a change of a word, and publish the task's flushed accesses with it. store: the change is a store,
-        which begins a new release sequence; an update continues one. released: whether the change itself is a release.
-        fenced: whether an earlier release fence covers the change."""
+        which begins a new release sequence; an update continues the current one. released: whether the change itself is
+        a release. fenced: whether an earlier release fence covers the change."""
         log = self.words.get(address)
         if log is None:
             log = self.words[address] = deque(maxlen=LOG)
@@ -618,7 +619,7 @@ class Machine:
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def site(self) -> int:
-        """Return the number of the current place in the source (0 outside a program)."""
+        """Return the number of the current position in the source (0 outside a program)."""
         if self.current.kind != "program":
             return 0
         trail = interpret.trail()
@@ -654,7 +655,8 @@ class Machine:
         return region
 
     def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
-        """Raise for an access to bytes outside all elements of the tensor that the pointer comes from."""
+        """Raise an error for an access to bytes outside all elements of the tensor from which the pointer is
+        derived."""
         region = self.memory.find(bounds.lo, bounds.lo + 1)
         rank = region.rank if region else self.current.rank
         text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
@@ -692,7 +694,7 @@ class Machine:
         return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
     def _owner(self, agent: int, tick: int) -> Owner:
-        """Return the owner of the access that an agent made at a tick."""
+        """Return the owner of an agent's access at a tick."""
         owner_then = self.owners[agent][0][1]
         for first_tick, owner in self.owners[agent]:
             if first_tick > tick:
@@ -701,7 +703,7 @@ class Machine:
         return owner_then
 
     def explain(self, access: Finding) -> None:
-        """Raise a finding with its message, which names the accesses, their tasks and sites, and the missing edge."""
+        """Raise a finding whose message names the accesses, their tasks and sites, and the missing edge."""
         region = access.region
         element = region.label(region.base + access.granule * region.granule)
         if access.stamp is None:
@@ -733,7 +735,7 @@ class Machine:
         ) from None
 
     def unsynchronized(self, address: int, site: int) -> NoReturn:
-        """Raise for a load of an element that a different thread of the program has stored."""
+        """Raise an error for a load of an element that a different thread of the program has stored."""
         task = self.current
         raise Race(
             f"race on {self.label(address)}: read after write by another thread of the program\n"
@@ -744,8 +746,8 @@ class Machine:
         )
 
     def _early(self, earlier: Owner, kind: int, later: Owner, later_kind: int) -> str:
-        """Return the reason of a race if a program overwrites memory that a peer still reads, or if a call was not
-        counted; else ""."""
+        """If a program overwrites memory that a peer still reads, or if a call was not counted, return this as the
+        reason of the race; otherwise return ""."""
         reasons = []
         for reader, read, writer, write in ((earlier, kind, later, later_kind), (later, later_kind, earlier, kind)):
             if read in (READ, BULK_READ) and write in (WRITE, BULK_WRITE) and (text := self._reused(reader, writer)):
@@ -756,8 +758,8 @@ class Machine:
         return "\n    ".join(dict.fromkeys(reasons))
 
     def _reused(self, reader: Owner, writer: Owner) -> str:
-        """Return why a write is one call too early, or "". The launches of a kernel that reads or writes determine the
-        calls of the two accesses."""
+        """Return the reason why a write is one call too early, or "". The position of an access among the launches of a
+        kernel determines the call to which the access belongs."""
         run = reader.run or writer.run
         if run is None or reader.rank == writer.rank:
             return ""
@@ -772,8 +774,8 @@ class Machine:
         )
 
     def _unflushed(self, task: Task, agent: int, clock: int) -> bool:
-        """Return whether `task` acquired a release of the program that made the access, but a release before the access
-        was flushed."""
+        """Return whether `task` acquired a release of the program that made the access, although that release precedes
+        the flush of the access."""
         program = self.program_of_agent.get(agent)
         if program is None:
             return False

@@ -1,8 +1,10 @@
-"""The history of every element: the last writer, the readers since then, and whether the element was ever written.
+"""The history of every element: the last writer, the readers since the last write, and whether the element was ever
+written.
 
-A `Region` is one storage, or one allocation of the backend with untracked bytes around it. Its `states` holds one
-integer per granule, an index into `Memory.states`, which stores equal histories once: a tile that one program wrote
-and another read has one state, so the check of a block compares one number (FastTrack's epochs, interned).
+A `Region` is one storage, or one allocation of the backend with untracked bytes around it. The `states` of a Region
+contain one integer per granule, an index into `Memory.states`, which stores equal histories once. For example, a tile
+that one program wrote and another program read has one state, so the check of a block compares one number (FastTrack's
+epochs, interned).
 
 An access by an agent with vector clock V is ordered after an earlier access by agent q at tick c if V[q] >= c.
 """
@@ -26,16 +28,16 @@ if TYPE_CHECKING:
     from .machine import Machine
     from .tasks import Task
 
-# The repeated bytes of unwritten memory: NaN in bf16, fp16, fp32 and fp64, and no four of these bytes are equal numbers
-# of 8 or 16 bits, as host code may write them.
+# The repeated bytes of unwritten memory: The bytes are NaN in bf16, fp16, fp32 and fp64. No four of these bytes are
+# equal 8-bit or 16-bit numbers, which host code may write.
 POISON = np.array([0x7FFB, 0x7FF3, 0x7FFD, 0x7FF5, 0x7FF9, 0x7FFE, 0x7FF7, 0x7FFA], "<u2").view(np.uint8)
-MARGIN = 256  # an access at most MARGIN bytes outside a tensor is reported as a small mistake in its index
+MARGIN = 256  # an access at most MARGIN bytes outside a tensor is reported as a small error in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
-BY_MANY_THREADS = 8  # flag of an atomic kind: many threads of the program make it, each for some elements of a block
-GPU_SCOPE = 16  # flag of an atomic kind: it has scope "gpu", and so is not atomic to other ranks
-CTA_SCOPE = 64  # flag of an atomic kind: it has scope "cta", and so is not atomic to other programs
-MAYBE_UNWRITTEN = 32  # flag of a read by torch, which may include meaningless elements, such as rows of padding
+BY_MANY_THREADS = 8  # flag of an atomic kind: many threads execute it, each for some elements of a block
+GPU_SCOPE = 16  # flag of an atomic kind: the atomic has scope "gpu", and so is not atomic for other ranks
+CTA_SCOPE = 64  # flag of an atomic kind: the atomic has scope "cta", and so is not atomic for other programs
+MAYBE_UNWRITTEN = 32  # flag of a read by torch, which may include elements without meaning, such as rows of padding
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
@@ -50,8 +52,8 @@ Stamp = tuple[int, int, int, int]  # agent, tick, kind of access, site
 
 
 class AccessState(NamedTuple):
-    """The history of an element. `write`: the last ordinary write; `reads`: unordered reads since; `atoms`: unordered
-    atomics since."""
+    """The history of an element. `write` is the last ordinary write, `reads` are the unordered reads since then, and
+    `atoms` the unordered atomics since then."""
 
     write: Stamp | None = None
     reads: tuple[Stamp, ...] = ()
@@ -71,9 +73,9 @@ class Region:
     states: np.ndarray
     bytes: np.ndarray
     fresh: bool  # whether the region may contain unwritten elements
-    words: bool = False  # whether the region contains counters or flags that released accesses
-    node_local: bool = False  # whether only the rank's node can address the region, as memory of the backend
-    # The tensors through which operations access the region; they name its elements.
+    words: bool = False  # whether the region contains counters or flags that have released accesses
+    node_local: bool = False  # whether only the rank's node can address the region, which is memory of the backend
+    # The tensors through which operations access the region. Reports name the elements as parts of these tensors.
     views: dict[tuple[str, int, tuple[int, ...]], Extent] = field(default_factory=dict)
 
     def refine(self, granule: int) -> None:
@@ -126,14 +128,14 @@ class Memory:
 
     # -- regions -----------------------------------------------------------------------------------------------------
     def forget(self) -> None:
-        """Drop the states after a run. They occupy as much memory as the run's tensors, and would stay until Python's
-        cyclic collector frees the run."""
+        """Drop the states after a run. The states occupy as much memory as the run's tensors, and would remain until
+        Python's cyclic collector frees the run."""
         self.regions, self.bases, self.last_region = [], [], None
 
     def add(
         self, base: int, nbytes: int, storage: torch.UntypedStorage, name: str, rank: int, size: int, initial: bool
     ) -> Region:
-        """Track `nbytes` from address `base` on; `initial`: whether the bytes count as written."""
+        """Track `nbytes` bytes from address `base` on; `initial`: whether the bytes count as written."""
         end = base + nbytes
         i = bisect.bisect_left(self.bases, base)
         if i and self.regions[i - 1].end > base:
@@ -160,7 +162,7 @@ class Memory:
         return self.last_region
 
     def neighbour_hint(self, address: int) -> str:
-        """Return a description of regions that end or begin within `MARGIN` of an address in no region."""
+        """Return a description of regions that begin or end within `MARGIN` of an address outside all regions."""
         i = bisect.bisect_right(self.bases, address)
         if i and address - self.regions[i - 1].end < MARGIN:
             last = self.regions[i - 1]
@@ -186,8 +188,9 @@ class Memory:
         return region
 
     def refresh(self, region: Region) -> None:
-        """Count elements as written that host code has filled since the backend allocated `region`: elements that are
-        not poison, and all elements in the same 4 bytes, since an 8-bit or 16-bit number may itself equal poison."""
+        """Count elements as written if host code has filled them since the backend allocated `region`. Written elements
+        are the elements that are not poison, and all elements in the same 4 bytes, because an 8-bit or 16-bit number
+        may itself equal poison."""
         unwritten = region.states == UNWRITTEN
         if not unwritten.any():
             region.fresh = False
@@ -202,8 +205,8 @@ class Memory:
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:
-        """Record an access by `task` to the states in `block`, a view into `region.states`. Raises Finding if the
-        access is a race or reads unwritten elements. All elements in one state get the same next state, which is
+        """Record an access by `task` to the states in `block`, a view of `region.states`. Raises Finding if the access
+        is a race or reads unwritten elements. All elements in one state receive the same next state, which is
         cached."""
         if not self.machine.races:
             return
@@ -250,7 +253,7 @@ class Memory:
         return i
 
     def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
-        """Return the state after the access; raise Finding if the access is a race or an unwritten read."""
+        """Return the state after the access; raise Finding if the access is a race or reads an unwritten element."""
         if number == UNWRITTEN and kind & MAYBE_UNWRITTEN:
             return UNWRITTEN
         state = self.states[number]
@@ -285,7 +288,7 @@ class Memory:
         keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == agent or clock[a[0]] >= a[1]
-            # An earlier atomic of this tick covers this atomic, unless this one reads another agent's atomic in
+            # An earlier atomic of this tick covers this atomic, unless this atomic reads another agent's atomic in
             # between.
             if a[0] == agent and a[1] == tick and a[2] | stamp == a[2] and state.atoms[-1][0] == agent:
                 return number
@@ -299,9 +302,9 @@ class Memory:
         return self._intern(AccessState(w, state.reads, (*keep, (agent, tick, stamp, site))))
 
     def _observed(self, task: Task, atoms: Sequence[Stamp], clock: np.ndarray) -> bool:
-        """Return whether a later one of these atomics, made by the task itself or ordered before `clock`, has read the
-        update of the first. Then the update is ordered before accesses after that read, but its agent's other writes
-        are not (PTX's causality order: observation, then base causality)."""
+        """Return whether one of these later atomics, made by the task itself or ordered before `clock`, has read the
+        update of the first one. In that case, the update is ordered before accesses after that read, but its agent's
+        other writes are not (PTX's causality order: observation, then base causality)."""
         update, ranks = atoms[0], self.machine.ranks
         if update[2] & 7 != ATOMIC_WRITE:
             return False
@@ -327,14 +330,15 @@ class Memory:
 
 
 class Finding(Exception):
-    """A race or an unwritten read, still without a message. `stamp`: the earlier access, None for an unwritten read."""
+    """A race or a read of an unwritten element, before it has a message. `stamp` is the earlier access, or None for a
+    read of an unwritten element."""
 
     def __init__(self, region: Region, granule: int, kind: int, stamp: Stamp | None) -> None:
         self.region, self.granule, self.kind, self.stamp = region, granule, kind, stamp
 
 
 def span_of(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int]:
-    """Return the lowest byte of a strided block, and the byte after its last."""
+    """Return the address of a strided block's lowest byte, and the address after its last byte."""
     lo = hi = start
     for n, s in zip(shape, strides, strict=True):
         if s >= 0:

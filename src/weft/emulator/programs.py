@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 WARP = 32  # the threads of a warp; only the first warp executes a release fence
 SCOPES = {"SYSTEM": 0, "GPU": GPU_SCOPE, "CTA": CTA_SCOPE}  # flags of an atomic kind
-SPIN = 512  # after this number of reads of one address without any change, a program counts as spinning on it
+SPIN = 512  # after this number of reads of one address without any change, the program counts as spinning on it
 
 R = TypeVar("R")
 
@@ -50,7 +50,7 @@ _rewritten: dict[tuple[Function, bool], Function] = {}
 
 
 class Programs:
-    """The hooks that `interpret` calls while a program runs; the program is `machine.current`."""
+    """The hooks that `interpret` calls while a program runs. The program is `machine.current`."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -102,7 +102,7 @@ class Programs:
         whole: WholeBlock | None = None,
         scope: str = "SYSTEM",
     ) -> np.ndarray:
-        """Return the elements at `ptrs`. polls: a volatile load counts as a poll of a word that the program waits for,
+        """Return the elements at `ptrs`. polls: a volatile load counts as a poll of a word for which the program waits,
         unless the program calls `look_again` itself. whole: the complete block and mask; this call loads the part where
         the mask is True. scope: the scope of a volatile load, as in `atomic`."""
         whole = whole or (ptrs, mask)
@@ -146,7 +146,8 @@ class Programs:
     def store(
         self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, low_latency: bool = False, scope: str = "SYSTEM"
     ) -> None:
-        """Store elements. low_latency: words that other programs may be polling, stored at this scope (`atomic`)."""
+        """Store elements. low_latency: the elements are words that other programs may be polling, stored at this scope
+        (`atomic`)."""
         if low_latency:
             self.machine.pause()
         else:
@@ -176,9 +177,9 @@ class Programs:
         self.machine.range_changed(lo, hi, region)
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
-        """Return the region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer there to
-        get its address. Raises if an access leaves the tensor that `lo` comes from. ptrs: returns the pointer of each
-        access."""
+        """Return the region of an access from pointer `lo` to `hi`, and the number to subtract from a pointer in it to
+        get an address. Raises an error if an access leaves the tensor from which `lo` is derived. ptrs: returns the
+        pointer of each access."""
         bounds = self.machine.bounds.extent_of(lo)
         number = 0
         if bounds is not None:
@@ -192,8 +193,8 @@ class Programs:
         return self.machine.region(lo, hi, kind), number
 
     def _block(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
-        """Return a strided block in one tensor: (region, lowest address, end, offset of its first element in the
-        region, byte strides); None for other blocks."""
+        """Return a strided block in one tensor as (region, lowest address, end, offset of its first element in the
+        region, byte strides); return None for other blocks."""
         strides = strided(ptrs)
         if strides is None:
             return None
@@ -324,7 +325,7 @@ class Programs:
         order: str,
         scope: str,
     ) -> R:
-        """Run an atomic operation `do` on each element, and record its access, its acquire and its release. order:
+        """Execute an atomic operation `do` on each element, and record its access, its acquire and its release. order:
         "RELAXED", "ACQUIRE", "RELEASE" or "ACQUIRE_RELEASE". scope: "SYSTEM", "GPU" or "CTA"; with "CTA" it neither
         acquires from other programs nor releases to them."""
         self.machine.pause()
@@ -361,7 +362,8 @@ class Programs:
         return result
 
     def _polled(self, seen: tuple[int, ...], address: int | None) -> None:
-        """Note a poll that changed nothing: after the second one in a row, the task sleeps until something changes."""
+        """Note a poll that changed nothing. After the second such poll in a row, the task sleeps until something
+        changes."""
         task = self.machine.current
         same = task.polled == seen
         task.polled = seen
@@ -373,8 +375,8 @@ class Programs:
             self.machine.sleep(address if same else None)
 
     def _read_again(self, lo: int, address: int | None) -> None:
-        """Note a plain load. A program that keeps loading one unchanged value sleeps until something changes, since the
-        run could not end otherwise."""
+        """Note a plain load. A program that keeps loading one unchanged value sleeps until something changes, because
+        otherwise the run could not end."""
         task, machine = self.machine.current, self.machine
         if task.reads_at != machine.progress:
             task.reads_at = machine.progress
@@ -385,7 +387,7 @@ class Programs:
             task.reads.clear()
 
     def halves(self, count: int) -> tuple[slice, slice]:
-        """Return two slices of `count` elements, cut at a random place."""
+        """Return two slices of `count` elements, split at a random place."""
         cut = self.machine.rng.randrange(count + 1)
         return slice(cut), slice(cut, None)
 
@@ -406,11 +408,11 @@ class Programs:
         store: bool = False,
         everywhere: bool = False,
     ) -> int:
-        """Make one thread's access to a word of `size` bytes, and return the old value. order: "" for an ordinary
+        """Execute one thread's access to a word of `size` bytes, and return the old value. order: "" for an ordinary
         access, "relaxed", "acquire", "release" or "acq_rel"; scope: as in `atomic`. new: computes the new value from
-        the old; None for a load. store: the new value does not depend on the old. everywhere: all threads of the
-        program make the same access, so that all acquire; otherwise a barrier must order the others after an
-        acquire."""
+        the old value; None for a load. store: the new value does not depend on the old value. everywhere: all threads
+        of the program make the same access, so all of them acquire; otherwise a barrier must order the other threads
+        after an acquire."""
         if not order:
             ptrs, dtype = np.array([pointer], np.uint64), np.dtype(f"u{size}")
             if new is None:
@@ -441,8 +443,8 @@ class Programs:
         return before
 
     def look_again(self, address: int | None = None) -> None:
-        """Note that the task polled words that have not arrived yet: it sleeps if nothing has changed since its last
-        poll, or, with an address, until that word changes."""
+        """Note that the task polled words that have not arrived yet. The task sleeps if nothing has changed since its
+        last poll or, with an address, until that word changes."""
         task, machine = self.machine.current, self.machine
         machine.signals("waits")
         if task.polled != (machine.progress,):
@@ -486,8 +488,8 @@ class Programs:
         task.fenced = (self.machine.covered(task), scope_sys)
 
     def acquire_fence(self, scope_sys: bool, everywhere: bool) -> None:
-        """Order the program after the releases that its relaxed atomics have read. everywhere: all its threads make the
-        fence; otherwise a barrier must order the other threads after it."""
+        """Order the program after the releases that its relaxed atomics have read. everywhere: all its threads execute
+        the fence; otherwise a barrier must order the other threads after it."""
         task = self.machine.current
         for clock in task.observed[: 1 + scope_sys]:
             if clock is not None and everywhere:
@@ -501,7 +503,7 @@ class Programs:
         self.machine.current.time += flops * self.machine.costs.flop
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
-        """Block until the word at a pointer has reached `target`, then acquire; return its value."""
+        """Block until the word at a pointer has reached `target`, then acquire; return the word's value."""
         value = self.machine.await_word(self._address(address, ATOMIC_READ), target, tile, peer, scope_sys)
         self.machine.current.stored.clear()
         self.machine.current.fence()
@@ -518,15 +520,15 @@ class Programs:
 
 
 def _fill(shape: tuple[int, ...], dtype: np.dtype, value: np.ndarray | None) -> np.ndarray:
-    """Return the value of a load where the mask is False: `other`, or the poison if there is no `other`, since a GPU
-    may return any value there."""
+    """Return the value of a load where the mask is False: the value is `other`, or the poison if there is no `other`,
+    because a GPU may return any value there."""
     out = np.empty(shape, dtype)
     out[...] = np.resize(POISON, dtype.itemsize).view(dtype) if value is None else value
     return out
 
 
 def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
-    """Return the byte strides of a block of addresses, or None if it is not a strided block."""
+    """Return the byte strides of a block of addresses, or None if the block is not strided."""
     if ptrs.size == 1:
         return (0,) * ptrs.ndim
     signed = ptrs.view(np.int64)
@@ -568,7 +570,8 @@ def _steps(n: int, step: int) -> np.ndarray:
 
 
 def sub_block(ptrs: np.ndarray, mask: np.ndarray) -> Literal[True] | Box | None:
-    """Return True if the whole mask is True, slices if the mask is a leading box, and None otherwise."""
+    """Return True if the whole mask is True, slices if the mask's True elements form a leading box, and None
+    otherwise."""
     if np.count_nonzero(mask) == mask.size:
         return True
     if mask.shape != ptrs.shape:

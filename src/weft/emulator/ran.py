@@ -1,5 +1,5 @@
-"""The record of the kernels that ran, from which they are compiled: their variants, without the memory of the tensors,
-and the loads that come after waits."""
+"""A record of the kernels that ran, from which they are compiled. The record contains the kernels' variants, without
+the memory of the tensors, and the loads that follow waits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Function = Callable[..., object]  # the Python function behind a kernel or devic
 
 @dataclass(frozen=True)
 class Pointer:
-    """A tensor without its memory: Triton specialises for its dtype and for whether its address is a multiple of 16
-    bytes."""
+    """A tensor without its memory: Triton specialises for a tensor's dtype and for whether its address is a multiple of
+    16 bytes."""
 
     dtype: torch.dtype
     aligned: bool
@@ -40,8 +40,8 @@ def stand_in(value: object) -> object:
 
 
 def _key(value: object) -> Hashable:
-    """Return a key that is equal for stand-ins that compile to the same code. The key does not hash the kernel, since
-    Triton would compute that hash while its language is patched."""
+    """Return a key that is equal for stand-ins that compile to the same code. The key does not contain a hash of the
+    kernel, because Triton would compute that hash while its language is patched."""
     if isinstance(value, Pointer):
         return value
     if isinstance(value, TensorDescriptor):
@@ -69,11 +69,11 @@ class Ran:
     variants: dict[Hashable, Variant] = field(default_factory=dict)
     functions: dict[Function, JITFunction] = field(default_factory=dict)  # kernels and the functions that they call
     behind: set[Place] = field(default_factory=set)  # loads that only a wait of the program orders after the store
-    before: set[Place] = field(default_factory=set)  # loads that some program makes before any wait
+    before: set[Place] = field(default_factory=set)  # loads that some program executes before any wait
 
     @property
     def awaited(self) -> set[Place]:
-        """Return the loads that need a wait, on lines where every load came after a wait."""
+        """Return the loads that need a wait, on lines on which every load followed a wait."""
         before = {place[0] for place in self.before}
         return {place for place in self.behind if place[0] not in before}
 

@@ -1,9 +1,9 @@
-"""The operations that host code enqueues on a rank's streams, and how they run: launches, copies, calls, signals,
-events, collectives.
+"""The operations that host code enqueues on a rank's streams, and the way in which they run: launches, copies, calls,
+signals, events, collectives.
 
-An operation starts with the clock that its host task had when it was enqueued, runs when its stream reaches it, and
-ends before the stream's next operation begins. A launch keeps its stream busy until all its programs have ended. At
-most `sm_count` programs of all streams of a rank together are resident at once.
+An operation starts with the clock that its host task had when it was enqueued. The operation runs when its stream
+reaches it, and ends before the stream's next operation begins. A launch keeps its stream busy until all its programs
+have ended. At most `sm_count` programs of all streams of a rank together are resident at once.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Streams:
         size = machine.size
         self.streams: dict[tuple[int, str], EmulatedStream] = {}
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
-        # For each rank, the time at which each free SM became free.
+        # For each rank, the times since which its free SMs have been free.
         self.free = [[0.0] * machine.sm_count for _ in range(size)]
-        self.calls_end = [0.0] * size  # when the last library call of each rank ended
+        self.calls_end = [0.0] * size  # the time at which each rank's last library call ended
         self.resident: list[list[Task]] = [[] for _ in range(size)]
         self.waiting_for_sm: list[list[Task]] = [[] for _ in range(size)]  # streams with library work but no free SM
         self.current: list[EmulatedStream | None] = [None] * size  # by rank; None: the main stream
@@ -89,7 +89,7 @@ class Streams:
             stream.queue.clear()
 
     def stream(self, rank: int, name: str) -> EmulatedStream:
-        """Return the rank's stream of that name, made on first use."""
+        """Return the rank's stream of that name, created on first use."""
         if (rank, name) not in self.streams:
             task = self.machine.task(
                 f"rank {rank} stream {name}", rank, "stream", f"stream:{name}", ("stream", rank, name)
@@ -104,7 +104,7 @@ class Streams:
         return self.current[rank] or self.stream(rank, "main")
 
     def _serve(self, stream: EmulatedStream) -> None:
-        """Run the stream's operations in order, as the body of its task."""
+        """Run the stream's operations in order, as the body of the stream's task."""
         task = stream.task
         while True:
             while not stream.queue:
@@ -124,7 +124,7 @@ class Streams:
             except BaseException as error:
                 error.add_note(f"in {owner.name} (seed {self.machine.seed})")
                 raise
-            del do  # also frees the tensors of the operation
+            del do  # also frees the operation's tensors
             task.advance()
             stream.busy = ""
             self.machine.progress += 1
@@ -156,8 +156,8 @@ class Streams:
         self, rank: int, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], numbers: bool
     ) -> None:
         """Run the host's torch operation in the order of the rank's current stream: enqueue its accesses, and block
-        until the stream has made them. numbers: the operation returns numbers to the host, and so orders the host after
-        the stream."""
+        until the stream has executed them. numbers: the operation returns numbers to the host, and so orders the host
+        after the stream."""
         stream = self.current_stream(rank)
 
         def do() -> None:
@@ -181,7 +181,7 @@ class Streams:
             self.machine.current = previous
 
     def synchronize(self, rank: int) -> None:
-        """Block the host until all the rank's streams are drained, and order it after them."""
+        """Block the host until all the rank's streams are drained, and order the host after them."""
         host = self.machine.current
         for stream in [s for (r, _), s in self.streams.items() if r == rank]:
             self.finish(stream)
@@ -228,8 +228,7 @@ class Streams:
         warps: int = 4,
     ) -> None:
         """Enqueue a launch. co_resident: the launch's programs become resident at once, and occupy no SM that other
-        programs need.
-        per_sm: the number of programs that share an SM. warps: warps of a program."""
+        programs need. per_sm: the number of programs that share an SM. warps: the number of warps of a program."""
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
@@ -260,14 +259,14 @@ class Streams:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
             stream.task.time = run.ended
-            for references in (args, bound, states):  # until here these references keep the kernel's tensors alive
+            for references in (args, bound, states):  # these references keep the kernel's tensors alive until here
                 references.clear()
 
         self.enqueue(stream, kernel.__name__, do)
 
     def _number(self, run: KernelRun, states: list[torch.Tensor]) -> None:
-        """Set `run.call`, the number of the call by its channels' state, and `run.uncounted` if the previous launch did
-        not count its call."""
+        """Set `run.call`, the number of the call according to its channels' state, and set `run.uncounted` if the
+        previous launch did not count its call."""
         for state in states:
             call, done, key = int(state[CALLS.value]) + 1, int(state[DONE.value]), (run.kernel.fn, state.data_ptr())
             run.call, before = run.call or call, self.running.get(key)
@@ -277,8 +276,8 @@ class Streams:
             self.running[key] = run
 
     def launch_of(self, owner: Owner, kernel: JITFunction) -> int:
-        """Return the number of the owner's launch of the kernel, or, for another operation, of the kernel's next
-        launch."""
+        """Return the number of the owner's launch of the kernel or, for another operation, the number of the kernel's
+        next launch."""
         return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.enqueue_index) + 1
 
     def track(self, name: str, value: object, rank: int) -> None:
@@ -317,7 +316,7 @@ class Streams:
 
     def _wait_for_free_sm(self, stream: EmulatedStream, work: str) -> None:
         """Block until the rank has a free SM on which library work can begin. The work occupies no SM that programs
-        need, since it ends independently of them."""
+        need, because it ends independently of them."""
         rank = stream.rank
         if not self.free[rank]:
             held = ", ".join(t.name for t in self.resident[rank])
@@ -325,8 +324,8 @@ class Streams:
             self.machine.block(f"an SM for {work}: all {self.machine.sm_count} SMs of the rank are held by {held}")
 
     def _start_program(self, run: KernelRun, pid: int, time: float, running_on_sm: list[int]) -> None:
-        """Start program `pid` of a launch. running_on_sm: a list of one element, which counts the running programs on
-        the program's SM."""
+        """Start program `pid` of a launch. running_on_sm: a one-element list with the number of running programs on the
+        program's SM."""
         stream = run.stream
         rank, kernel = stream.rank, run.kernel.__name__
         key = (rank, stream.name, pid)
@@ -355,7 +354,7 @@ class Streams:
 
         def body() -> None:
             try:
-                with np.errstate(all="ignore"):  # numpy must not warn of NaN and infinity in a kernel
+                with np.errstate(all="ignore"):  # numpy must not warn about NaN and infinity in a kernel
                     run.body(**run.args)
             except GreenletExit:
                 raise
@@ -381,7 +380,7 @@ class Streams:
         self.machine.start(task, body)
 
     def access_all(self, tensor: torch.Tensor, kind: int) -> None:
-        """Record an access of the current stream to all of a tensor."""
+        """Record an access of the current stream to the whole tensor."""
         if tensor.numel() == 0:
             return
         block = Extent.of_tensor(tensor, "")
@@ -402,7 +401,7 @@ class Streams:
         return None if region is None else region.rank
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: EmulatedStream) -> None:
-        """Enqueue a copy, in up to four chunks; other tasks may run between two chunks."""
+        """Enqueue a copy in up to four chunks; other tasks may run between two chunks."""
         self.track("", dst, stream.rank)
         self.track("", src, stream.rank)
         counted = CountedWrites([dst])
@@ -434,7 +433,7 @@ class Streams:
         writes: Sequence[torch.Tensor],
         stream: EmulatedStream,
     ) -> None:
-        """Enqueue a library call, which reads and writes these tensors."""
+        """Enqueue a library call that reads and writes these tensors."""
         fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
             self.track("", t, stream.rank)
@@ -484,8 +483,8 @@ class Streams:
         self.enqueue(stream, "wait", do)
 
     def _call_time(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> float:
-        """Return the virtual time of a library call: from its FLOPs if the sizes fit a matrix product
-        (|A| |B| |C| = (M N K)^2), else from its bytes."""
+        """Return the virtual time of a library call. The time follows from its FLOPs if the sizes fit a matrix product
+        (|A| |B| |C| = (M N K)^2), and otherwise from its bytes."""
         product = len(reads) >= 2 and len(writes) > 0
         flops = 2 * (reads[0].numel() * reads[1].numel() * writes[0].numel()) ** 0.5 if product else 0.0
         nbytes = sum(t.nbytes for t in (*reads, *writes))
@@ -504,12 +503,12 @@ class Streams:
         among: WorldRanks = (),
     ) -> None:
         """Enqueue a barrier or a collective of the streams of the ranks `among`; the last rank to arrive runs `work`.
-        sources: the indices of the ranks whose data this rank receives, by default all. communicator: the collectives
-        of one communicator run one after another, even on different streams.
+        sources: the indices of the ranks whose data this rank receives, by default all ranks. communicator: the
+        collectives of one communicator run one after another, even on different streams.
 
-        A collective orders each rank after its sources' work before they arrived, not after the end of the collective
-        on them: a source's part may still run when this rank's part has ended, so the reads and writes of each rank are
-        made by that rank's own stream.
+        A collective orders each rank after the work of its sources before they arrived, but not after the end of the
+        collective on the sources. A source's part may still run when this rank's part has ended, so each rank's own
+        stream makes the rank's reads and writes.
         """
         rank = stream.rank
         number = self.collective_counts[among, rank]
@@ -550,7 +549,7 @@ class Streams:
         self.enqueue(stream, kind, do)
 
     def _complete(self, collective: Collective, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
-        """Run a collective after all its ranks have arrived, with `task` as the last, and wake the other ranks'
+        """Run a collective after all its ranks have arrived, with `task` as the last one, and wake the other ranks'
         tasks."""
         kind = collective.kind
         arrivals = [collective.arrived[r] for r in collective.ranks]
@@ -581,8 +580,8 @@ class Streams:
             self.machine.wake(waiting)
 
     def _access_tensors(self, collective: str, arrival: Arrival) -> float:
-        """Record a rank's reads and writes in a collective; return the time in which all these bytes would cross the
-        rank's link, in each direction."""
+        """Record a rank's reads and writes in a collective. Return the time in which all the bytes of these reads and
+        writes would cross the rank's link, in each direction."""
         previous, self.machine.current = self.machine.current, arrival.task
         try:
             for kind, tensors in ((READ, arrival.reads), (WRITE, arrival.writes)):
@@ -594,7 +593,7 @@ class Streams:
         return (2 if collective == "all_reduce" else 1) * max(sent, received) * self.machine.costs.link
 
     def exchange(self, rank: int, obj: R, among: WorldRanks) -> list[R]:
-        """All-gather an object on the hosts of the ranks `among`, including `rank`."""
+        """All-gather an object on the hosts of the ranks `among`, which include `rank`."""
         number = self.exchanged[among, rank]
         self.exchanged[among, rank] += 1
         exchanges = self.exchanges[among]
@@ -618,7 +617,7 @@ class Streams:
 
 
 def _described(argument: tuple[str, object]) -> str:
-    """Return a kernel's argument as text: a number or a string as its value, any other argument as its type."""
+    """Return a kernel's argument as text: the value of a number or a string, and the type of any other argument."""
     name, value = argument
     if isinstance(value, tl.tensor):
         return f"{name}: {value.type}"
@@ -628,7 +627,7 @@ def _described(argument: tuple[str, object]) -> str:
 
 
 def bound(fn: Callable[[], object]) -> Callable[[], object]:
-    """Return `fn` with the current values of its free variables: on a GPU `fn` is called at once, but in the emulator
+    """Return `fn` with the current values of its free variables. On a GPU `fn` is called at once, but in the emulator
     only when the stream reaches it."""
     if (
         not isinstance(fn, FunctionType)
@@ -653,12 +652,12 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def _host_side(file: str) -> bool:
-    """Return whether a file is between an op or user code and the streams."""
+    """Return whether a file belongs to the code between an op or user code and the streams."""
     return file.endswith(_HOST_SIDE) or "weft/check/torch_ranks/" in file or file.startswith(_TORCH)
 
 
 def call_site() -> tuple[str, int]:
-    """Return (file, line) of the op or user code that gave a World an operation."""
+    """Return (file, line) of the op or user code that passed an operation to a World."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _host_side(frame.f_code.co_filename):
         frame = frame.f_back

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Costs:
     """The virtual time of work. flop: one floating-point operation of a program; byte: one byte that a program reads or
-    writes; link: one byte that a copy engine or a collective brings to a rank. unit: the unit, in words.
+    writes; link: one byte that a copy engine or a collective transfers to a rank. unit: the name of the unit.
 
-    By default 1 is the time in which one SM touches 1 kB, and all other times are in proportion, for an H200 (690
+    By default 1 is the time in which one SM reads or writes 1 kB. All other times are in proportion, for an H200 (690
     TFLOP/s on 132 SMs, 330 GB/s per link, about 80 GB/s per SM).
     """
 
@@ -50,7 +50,7 @@ SourceSite = tuple[tuple[str, int, str], ...]
 
 
 def place(site: SourceSite) -> str:
-    """Return a site as text, innermost frame first."""
+    """Return a site as text, with the innermost frame first."""
     return " < ".join(f"{file}:{line} ({name})" for file, line, name in site) or "?"
 
 
@@ -58,8 +58,8 @@ def place(site: SourceSite) -> str:
 class Task:
     """A task is one agent of the happens-before relation: host code, a stream or a program.
 
-    `clock` is its vector clock, `agent` its index in all clocks. `tick`, the task's own entry, stamps the task's
-    accesses; `flushed` is the tick up to which a release covers its ordinary stores.
+    `clock` is the task's vector clock, and `agent` its index in all clocks. `tick`, the task's own entry, stamps the
+    task's accesses. `flushed` is the tick up to which a release covers the task's ordinary stores.
     """
 
     machine: Machine
@@ -71,7 +71,7 @@ class Task:
     clock: np.ndarray
     tick: int = 0
     flushed: int = 0
-    # The agent of atomics of one element: one thread makes them, so that its next release covers them without a
+    # The agent of one-element atomics: one thread executes them, so that thread's next release covers them without a
     # flush_stores.
     atomic_agent: int = -1
     atomic_clock: int = 0
@@ -79,14 +79,14 @@ class Task:
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
     later: np.ndarray | None = (
-        None  # the clock that one thread of a program acquired, and the other threads acquire at their next barrier
+        None  # the clock that one thread of a program acquired; the other threads acquire it at their next barrier
     )
     at_end: np.ndarray | None = None  # later operations of the stream are ordered after this clock
-    # The clocks that the task's relaxed atomics have read, released to its own rank and to all ranks; its next fence
-    # acquires them.
+    # The clocks that the task's relaxed atomics have read; one was released to the task's own rank, the other to all
+    # ranks. The task's next fence acquires these clocks.
     observed: list[np.ndarray | None] = field(default_factory=lambda: [None, None])
-    threads: np.ndarray | None = None  # bool [threads], whether a thread runs the present branch; None: all threads do
-    fenced: tuple[np.ndarray, bool] | None = None  # the last release fence: its clock, and whether scope "sys"
+    threads: np.ndarray | None = None  # bool [threads], whether a thread runs the current branch; None: all do
+    fenced: tuple[np.ndarray, bool] | None = None  # the last release fence: its clock, and whether its scope is "sys"
     cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
@@ -94,7 +94,7 @@ class Task:
     waits: Wait | Poll | Collective | str | None = None
     done: bool = False
     time: float = 0.0
-    begun: float = 0.0  # the start of the compute span that is being built
+    begun: float = 0.0  # the start of the compute span that is being recorded
     polls: int = 0
     polled: tuple[int, ...] = ()
     reads: dict[int, int] = field(default_factory=dict)  # the number of plain loads of each address since `reads_at`
@@ -103,13 +103,13 @@ class Task:
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
-    start: np.ndarray = None  # type: ignore[assignment]  # a program's clock when it began
+    start: np.ndarray = None  # type: ignore[assignment]  # the clock of a program when the program began
     acquired: bool = False
 
     @property
     def report_name(self) -> str:
-        """Return the task's name in a report, with the number of the launch if its kernel was launched several
-        times."""
+        """Return the task's name in a report. The name includes the number of the launch if the kernel was launched
+        several times."""
         return f"{self.name}, launch {self.run.number}" if self.run and self.run.number > 1 else self.name
 
     @property
@@ -125,7 +125,7 @@ class Task:
         return self.waits
 
     def advance(self) -> None:
-        """Begin a new tick, so that later accesses differ from earlier ones."""
+        """Begin a new tick, so that later accesses can be told from earlier ones."""
         self.tick += 1
         if self.atomic_agent == self.agent:
             self.atomic_clock = self.tick
@@ -148,7 +148,7 @@ class Task:
 
 @dataclass(eq=False)
 class Wait:
-    """The reason why a task is blocked: it waits until a counter reaches a target."""
+    """The reason why a task is blocked: the task waits until a counter reaches a target."""
 
     address: int
     target: int
@@ -159,7 +159,7 @@ class Wait:
 
 @dataclass(eq=False)
 class Poll:
-    """The reason why a task sleeps: it spins on a word that does not change."""
+    """The reason why a task sleeps: the task spins on a word that does not change."""
 
     address: int | None
     site: SourceSite
@@ -168,7 +168,8 @@ class Poll:
 
 @dataclass(eq=False)
 class Update:
-    """A change of a word, with the clocks that all releases up to it cover; these are never changed in place."""
+    """A change of a word, with the clocks that all releases up to this change cover; these clocks are never changed in
+    place."""
 
     value: int
     time: float
@@ -186,16 +187,16 @@ class KernelRun:
     args: dict[str, object]
     grid: tuple[int, int, int]
     stream: EmulatedStream
-    number: int  # this rank's launches of this kernel so far, including this launch
-    enqueue_index: int  # its index among the operations that the rank's host code enqueued
-    co_resident: bool  # whether its programs are resident together with other kernels' programs
+    number: int  # the number of this rank's launches of this kernel so far, including this launch
+    enqueue_index: int  # the launch's index among the operations that the rank's host code enqueued
+    co_resident: bool  # whether the launch's programs are resident together with other kernels' programs
     per_sm: int  # programs that share an SM
     warps: int  # warps of a program
     begun: float = 0.0
     ended: float = 0.0
     left: int = 0  # programs that have not ended
     call: int = 0  # the call's number in the first channel when the launch began; 0 without a channel
-    uncounted: str = ""  # why `call` is the number of an earlier launch; empty if it is not
+    uncounted: str = ""  # the reason why `call` is the number of an earlier launch; empty if it is not
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
 
@@ -204,7 +205,7 @@ class KernelRun:
         return math.prod(self.grid)
 
     def fits(self, sm_count: int) -> bool:
-        """Return whether all its programs can be resident at once."""
+        """Return whether all programs of the launch can be resident at once."""
         return self.co_resident or self.programs <= sm_count * self.per_sm
 
 
@@ -215,7 +216,7 @@ class Owner:
     name: str
     rank: int
     run: KernelRun | None = None
-    enqueue_index: int = 0  # its index among the operations that the rank's host code enqueued
+    enqueue_index: int = 0  # the operation's index among the operations that the rank's host code enqueued
 
 
 @dataclass(eq=False)
@@ -247,8 +248,9 @@ class EmulatedStream:
 
 
 class CountedWrites:
-    """The tensors that a stream operation writes by torch. Their versions, which show autograd that a tensor was
-    changed, count the write when it is enqueued, as on a GPU, and not when the stream makes it (`kept`)."""
+    """The tensors to which a stream operation writes through torch. The versions of these tensors, which tell autograd
+    that a tensor was changed, count a write when it is enqueued, as on a GPU, and not when the stream executes it
+    (`kept`)."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._versioned = tuple(t for t in tensors if not t.is_inference())
@@ -261,7 +263,7 @@ class CountedWrites:
 
 @dataclass(eq=False)
 class Arrival:
-    """A rank's part in a collective. `sources` are the indices of the ranks whose data it receives."""
+    """A rank's part in a collective. `sources` are the indices of the ranks whose data this rank receives."""
 
     task: Task
     reads: Sequence[torch.Tensor]

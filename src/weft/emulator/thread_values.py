@@ -1,9 +1,9 @@
 """Values that differ between the threads of one program, computed from %tid, and branches that depend on them.
 
 In the emulator a program is one task, and its values are whole blocks. The number of a thread is an exception: a
-`ThreadTensor` has a value for each thread. Kernels can compute with it, compare it and branch on it. An `if` then runs
-its body for the threads whose condition is true, and its `else` afterwards for the other threads. The emulator refuses
-any other use.
+`ThreadTensor` contains a value for each thread. Kernels can compute with it, compare it, and branch on it. An `if` then
+runs its body for the threads whose condition is true, and its `else` afterwards for the other threads. The emulator
+refuses any other use.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def _refuse(use: str) -> NoReturn:
 
 
 class ThreadTensor(tl.tensor):
-    """A scalar with the value by_thread[t] on thread t; as a tensor it has the value of thread 0."""
+    """A scalar with the value by_thread[t] on thread t; used as a tensor, it has the value of thread 0."""
 
-    exist = False  # whether there is any ThreadTensor, so that functions of the language have to check for them
+    exist = False  # whether any ThreadTensor exists, so that functions of the language have to check for them
 
     def __init__(self, plain: tl.tensor, by_thread: np.ndarray) -> None:
         super().__init__(plain.handle, plain.type)
@@ -47,7 +47,7 @@ class ThreadTensor(tl.tensor):
 
 
 def _method(name: str, operation: Callable[..., np.ndarray]) -> Callable[..., object]:
-    """Return the method of this name of tl.tensor for values of threads."""
+    """Return the method of this name of tl.tensor, for values that differ between threads."""
 
     def apply(self: ThreadTensor, operand: object, **_: object) -> object:
         if isinstance(operand, ThreadTensor):
@@ -103,7 +103,7 @@ class Branch:
         return bool(threads.any())
 
     def returns(self) -> None:
-        """Refuse a return by only some threads of the program, since the others would continue."""
+        """Refuse a return by only some threads of the program, because the other threads would continue."""
         if self.taken is not None and self.task.threads is not None and not self.task.threads.all():
             _refuse("a return in a branch")
 

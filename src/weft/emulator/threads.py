@@ -2,9 +2,9 @@
 in between.
 
 The compiler assigns the elements of a block to threads. If a program stores an element and loads it again at the same
-index of a block with the same shape and element size, this module assumes that one thread does both, which is mostly
-true. Otherwise it assumes that a different thread loads the element, possibly before the store. One thread stores a
-scalar, and all threads load it.
+index of a block with the same shape and element size, this module assumes that one thread executes both accesses, which
+is mostly true. Otherwise it assumes that a different thread loads the element, possibly before the store. One thread
+stores a scalar, but all threads load it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class AccessedBlock:
     ptrs: np.ndarray
     mask: np.ndarray | None
     size: int  # bytes of an element
-    lo: int  # the first byte of each element
-    hi: int  # the byte after the last byte of each element
+    lo: int  # the address of each element's first byte
+    hi: int  # the address after each element's last byte
     site: int = 0
 
     @property
@@ -42,8 +42,8 @@ class AccessedBlock:
 
 
 def moved(stored: AccessedBlock, loaded: AccessedBlock) -> int | None:
-    """Return the address of an element that one thread has stored and a different thread may load; None if there is
-    none."""
+    """Return the address of an element that one thread has stored and a different thread may load; None if there is no
+    such element."""
     if stored.hi <= loaded.lo or loaded.hi <= stored.lo:
         return None
     stored_addresses, loaded_addresses, active = stored.addresses, loaded.addresses, loaded.active

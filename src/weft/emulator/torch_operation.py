@@ -1,4 +1,4 @@
-"""The reads and writes of a torch operation, and whether its result goes to the host."""
+"""The reads and writes of a torch operation, and whether its result is returned to the host."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _OVERWRITE = _operators("copy_ fill_ zero_ random_ normal_ uniform_ exponential_
 
 
 class TorchOperation(NamedTuple):
-    """One operation on tensors. writes: the arguments that it writes, in the order of its results. returns_numbers: its
-    result depends on values that the host has to know, as the result of `Tensor.item` does."""
+    """One operation on tensors. writes: the arguments that the operation writes, in the order of its results.
+    returns_numbers: its result depends on values that the host has to know, as the result of `Tensor.item` does."""
 
     reads: list[Tensor]
     writes: list[Tensor]

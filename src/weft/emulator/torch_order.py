@@ -1,14 +1,14 @@
-"""This module puts the torch operations of host code in the order of the rank's current stream.
+"""This module runs the torch operations of host code in the order of the rank's current stream.
 
-On a GPU a torch operation is enqueued on the current stream, after the kernels that are already there. In the emulator
-it computes on CPU memory at once. So an operation on a tensor that the emulator knows first waits until the current
-stream is drained, and its reads and writes are recorded as the stream's own: an operation that no event orders after a
-kernel on another stream is a race. An operation that returns a number instead of a tensor also orders the host after
-the stream, as on a GPU.
+On a GPU a torch operation is enqueued on the current stream, after the kernels that are already there. In the emulator,
+a torch operation computes on CPU memory at once. Therefore an operation on a tensor that the emulator tracks first
+waits until the current stream is drained, and its reads and writes are recorded as the stream's own. An operation that
+no event orders after a kernel on another stream is a race. An operation that returns a number instead of a tensor also
+orders the host after the stream, as on a GPU.
 
 If operators return after their streams are drained, torch operations are ordered only while a stream of the rank has
-work left that host code itself has enqueued (`TorchOrder.set`); otherwise (`spmd(..., ahead=True)`) they are always
-ordered.
+remaining work that host code itself has enqueued (`TorchOrder.set`). Otherwise (`spmd(..., ahead=True)`) they are
+always ordered.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _in_memory(t: Tensor) -> bool:
 
 
 class StreamOrder(TorchDispatchMode):
-    """Puts the torch operations of one rank's host thread in the order of its current stream."""
+    """Run the torch operations of one rank's host thread in the order of its current stream."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class StreamOrder(TorchDispatchMode):
 
 
 class HostReads(TorchFunctionMode):
-    """Orders host reads of a tensor's memory that make no operation that `StreamOrder` sees."""
+    """Order host reads of a tensor's memory that are not operations and so bypass `StreamOrder`."""
 
     def __init__(self, order: StreamOrder) -> None:
         super().__init__()
@@ -104,15 +104,15 @@ class HostReads(TorchFunctionMode):
 
 
 class TorchOrder:
-    """Switches the order of one rank's torch operations on and off."""
+    """Switch the order of one rank's torch operations on and off."""
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.dispatch = StreamOrder(machine, rank)
         self.function = HostReads(self.dispatch)
 
     def set(self, busy: bool) -> None:
-        """Switch the order on or off on the calling thread. Its torch modes are placed below the modes that host code
-        has entered, so that host code may leave its own modes in any order."""
+        """Switch the order on or off on the calling thread. The rank's torch modes are placed below the modes that host
+        code has entered, so that host code may leave its own modes in any order."""
         dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
         if (self.dispatch in dispatch_modes) != busy:
             _put_lowest(self.dispatch, busy, dispatch_modes, _python_dispatch)
@@ -120,7 +120,7 @@ class TorchOrder:
 
 
 def _put_lowest(mode: Mode, present: bool, stack: Sequence[Mode], of_torch: ModuleType) -> None:
-    """Put a mode below all other modes of torch's stack, or remove it. of_torch: the module of the stack."""
+    """Put a mode below all other modes on torch's stack, or remove the mode. of_torch: the module of the stack."""
     for _ in stack:
         of_torch._pop_mode()
     for kept in [*([mode] if present else ()), *(m for m in stack if m is not mode)]:

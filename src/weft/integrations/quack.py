@@ -5,7 +5,8 @@ faster than cuBLAS on many shapes and slower on some (docs/guide.md), so weft ti
 (backends/library_gemm.py).
 
 quack's GEMM can also wait for flags: before it loads rows of A, it waits for the flag of the shard that contains them
-(`flag_gated`). If the results of this GEMM are correct (`waits`), plan="auto" of all-gather + GEMM times it as well.
+(`flag_gated`). If the results of this GEMM are correct (`waits`), plan="auto" of all-gather + GEMM also times this
+GEMM.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def flag_gated(
     form: Form,
 ) -> None:
     """Compute out = x @ weight.T, where x [M, K] consists of equal shards, one for each of `flags` (int32). The GEMM
-    loads rows of shard s once flags[s] >= call (int32 [1] on the device). It starts with this rank's shard, `me`, and
-    continues in ring order. The wait has no timeout, and the SMs poll in no particular order. So the operation that
+    loads rows of shard s once flags[s] >= `call`, an int32 [1] on the device. It starts with this rank's shard, `me`,
+    and continues in ring order. The wait has no timeout, and the SMs poll in no particular order. So the operation that
     sets a flag must be ordered after the copy of the rows, must need no SM, and must run even if a peer fails
     (docs/protocol.md, "Flags of the copy engine")."""
     from quack.gemm import AllGatherArguments, gemm
@@ -97,9 +98,9 @@ def flag_gated(
 
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether `flag_gated` computes correct results in this form, for a product whose flags are already set. The
-    check compiles the kernel, which takes seconds unless quack has cached the compiled kernel."""
-    generator = torch.Generator(device).manual_seed(0)  # a generator of its own leaves the user's unchanged
+    """Return whether `flag_gated` computes correct results in this form, when the flags are already set. The check
+    compiles the kernel, which takes seconds unless quack has cached the compiled kernel."""
+    generator = torch.Generator(device).manual_seed(0)  # a separate generator leaves the user's generator unchanged
     x, weight = (torch.randn(512, 256, device=device, generator=generator).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
 

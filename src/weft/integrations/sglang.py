@@ -2,9 +2,9 @@
 
 With that option SGLang (0.5.20 and later) shards the tokens of a prefill between the sublayers of a dense layer, and
 calls torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the
-GEMMs before and after. weft's entry point in the group `sglang.srt.plugins` replaces these operators by weft's
-(`weft.torch.async_tp`) in every process. It also extends the option to architectures whose decoder layers declare the
-same stages as Qwen3's decoder layers.
+first and the last GEMM of each sublayer. weft's entry point in the group `sglang.srt.plugins` replaces these operators
+by weft's (`weft.torch.async_tp`) in every process. It also extends the option to architectures whose decoder layers
+declare the same stages as Qwen3's decoder layers.
 
 WEFT_SGLANG=0 turns the plugin off, and so does SGLANG_PLUGINS without "weft".
 """
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def state() -> str:
-    """Return one line that says whether SGLang would load the plugin."""
+    """Return one line that states whether SGLang would load the plugin."""
     version = installed_version("sglang")
     return "not installed" if version is None else f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
 

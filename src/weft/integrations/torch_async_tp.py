@@ -8,7 +8,7 @@ torch.compile's micro-pipeline pass and eager libraries call four operators of t
     symm_mem.fused_scaled_matmul_reduce_scatter
 
 `async_tp` registers weft's operators in place of torch's in the dispatcher, so that neither code nor graphs change.
-Where weft does not support a call, torch's own implementation computes it, and weft counts the call with the reason.
+Where weft does not support a call, torch's own implementation runs it, and weft counts the call under the reason.
 The choice depends only on properties that are equal on all ranks (shapes, dtype, dimension, group), so all ranks make
 the same choice.
 """
@@ -43,9 +43,9 @@ FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_sc
 SCALED_GATHER, SCALED_SCATTER = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
-_active: list[AsyncTP] = []  # calls use the plan of the last AsyncTP, and every AsyncTP counts them
+_active: list[AsyncTP] = []  # calls use the plan of the last AsyncTP, and every AsyncTP counts all calls
 _libraries: list[torch.library.Library] = []  # weft's registrations with the dispatcher
-_worlds: dict[str, World] = {}  # by the group's name
+_worlds: dict[str, World] = {}  # the key is the group's name
 
 
 def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncTP:
@@ -53,8 +53,8 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
 
     Args:
         groups: the tensor-parallel groups for which torch.compile's micro-pipeline pass is enabled. Without groups,
-            weft computes only explicit calls of the operators. A World may be given in place of its group, and then
-            computes the group's calls.
+            weft computes only explicit calls of the operators. A World in place of its group computes the group's
+            calls.
         plan: the plan of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
 
     Returns:
@@ -254,7 +254,7 @@ def _scaled_reduce_scatter(
 
 # -- which calls weft computes -----------------------------------------------------------------------------------------
 class NotServed(Exception):
-    """weft does not compute a call, for the reason in the message."""
+    """Raised for a call that weft does not compute. The message states the reason."""
 
 
 def _with_fallback(name: str, compute: Callable[..., object]) -> Callable[..., object]:
@@ -331,8 +331,8 @@ def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> 
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Return whether the group can have a World. It can if it is a group of GPUs, a group of CPU processes over gloo,
-    or if an emulated World has its name."""
+    """Return whether the group can have a World. A group of GPUs can, and so can a group of CPU processes over gloo, or
+    the group of an emulated World."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 

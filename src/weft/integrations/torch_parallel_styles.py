@@ -60,8 +60,8 @@ class Styled:
 
 
 def report(module: nn.Module) -> str:
-    """Return a line for each module with one of these styles, which says whether weft or torch computed the last call,
-    and why."""
+    """Return a line for each module with one of these styles. The line states whether weft or torch computed the last
+    call, and why."""
     notes = {name: vars(m)[STYLED].note for name, m in module.named_modules() if STYLED in vars(m)}
     return "\n".join(f"{name or '(itself)'}: {note}" for name, note in notes.items()) or "no module has a style of weft"
 
@@ -119,8 +119,8 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
     under torch.inference_mode, where tensors do not count writes, and in a CUDA graph capture, which has separate
     memory; under torch.no_grad modules share the gather.
 
-    `plan` is a plan of `weft.all_gather_matmul`; any other raises ValueError. Tensors are bfloat16 or float16, or under
-    autocast to one of them.
+    `plan` is a plan of `weft.all_gather_matmul`; any other plan raises ValueError. Tensors are bfloat16 or float16, or
+    autocast converts them to one of these dtypes.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -144,8 +144,9 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
     but the last, becomes a GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), and its gradient becomes an all-gather
     + GEMM. An `nn.Linear` with Replicate() becomes a GEMM + all-reduce (`weft.matmul_all_reduce`).
 
-    `plan` is a plan of the operator; any other raises ValueError. Tensors are bfloat16 or float16, or under autocast to
-    one of them. If the size of dimension d is not a multiple of the number of ranks, torch's own code runs.
+    `plan` is a plan of the operator; any other plan raises ValueError. Tensors are bfloat16 or float16, or autocast
+    converts them to one of these dtypes. If the size of dimension d is not a multiple of the number of ranks, torch's
+    own code runs.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -245,7 +246,7 @@ class Gathered:
         return same and id(module) not in self.served
 
 
-_gathered: dict[str, Gathered] = {}  # by the World's name
+_gathered: dict[str, Gathered] = {}  # the key is the World's name
 
 
 def gathered_linear(

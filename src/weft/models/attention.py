@@ -1,8 +1,8 @@
 """How a batch's new tokens attend to the cache.
 
 long       for prompts and chunks of many tokens (`cache.is_long`) in a batch that the host knows: the fastest library
-           (ops/attention/libraries.py) for one request at a time, with a causal mask for the chunk's own tokens,
-           without a mask for earlier tokens, and one merge. Lengths are multiples of a step, so that a library that
+           (ops/attention/libraries.py) computes one request at a time, the chunk's own tokens with a causal mask and
+           earlier tokens without a mask, and weft merges both. Lengths are multiples of a step, so that a library that
            builds a plan for each length (cuDNN) builds few plans
 flash      torch's flash attention over requests of any lengths, which it reads from tables on the device
 request    scaled_dot_product_attention for one request at a time, where flash attention does not run
@@ -63,7 +63,7 @@ def attend(
 
 
 def fastest(world: World, config: AttentionConfig) -> bool:
-    """Return whether this machine has cuDNN's attention, which is expected to be faster than flash attention."""
+    """Return whether this machine supports cuDNN's attention, which is expected to be faster than flash attention."""
     return world.device.type == "cuda" and config.usable(world, "forward", CUDNN.min_rows)[0] is CUDNN
 
 
@@ -77,7 +77,7 @@ def _long(
     values: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Attend to one request at a time. q, a view of qkv, and out are [rows, heads, D]."""
+    """Compute attention for one request at a time. q, a view of qkv, and out are [rows, heads, D]."""
     for row, n, slot, end in part.chunks:
         if row < part.single.rows:
             continue

@@ -36,8 +36,8 @@ class Cache:
     """Keys and values of this rank's heads, each [layers, slots, max_len, kv_heads / W, head_dim], zeroed.
 
     `config` is a model's config, as for `weft.models.Llama`. `slots` is the number of requests that the cache holds at
-    once, `max_len` the most tokens of one request. A new request can reuse a slot that is not cleared. Raises
-    ValueError if W does not divide the key and value heads.
+    once, `max_len` the largest number of tokens of one request. A new request can reuse a slot that is not cleared.
+    Raises ValueError if W does not divide the key and value heads.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class Batch:
     """The new tokens of several requests.
 
     `lengths`, `starts` and `slots` are, for each request, the number of its tokens in this batch (at least one), the
-    number already in the cache, and its slot of the cache. Requests with one token should come first: only leading ones
-    use the decode kernel.
+    number already in the cache, and its slot of the cache. Requests with one token should come first: only leading
+    requests use the decode kernel.
     """
 
     lengths: tuple[int, ...]
@@ -136,8 +136,8 @@ class Part:
 
     `positions` and `slots` int32 [rows] are the position and slot of every token (slot -1: padding). `single` are the
     requests of one token each, in the first rows, `several` the other requests. `chunks` contains (first row, tokens,
-    slot, tokens in the cache) for each request. With `long` each request of `several` is a prompt with an attention
-    call of its own (`LONG_PROMPT`), which a layout that can be filled again never contains.
+    slot, tokens in the cache) for each request. With `long` each request of `several` is a prompt with a separate
+    attention call (`LONG_PROMPT`). A layout that can be filled again never contains such prompts.
     """
 
     rows: int

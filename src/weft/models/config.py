@@ -15,8 +15,8 @@ _MISSING = object()
 @dataclass(frozen=True)
 class Mixture:
     """The sizes of the layers with experts, which are all layers but `dense_layers`. `top_k` is the number of experts
-    of a token, `intermediate_size` the size of an expert, and `shared_intermediate_size` the size of the shared expert
-    (0: none). `renormalise` says whether the chosen experts' probabilities are divided by their sum. `parallel` is
+    per token, `intermediate_size` the size of an expert, and `shared_intermediate_size` the size of the shared expert
+    (0: none). If `renormalise` is true, the chosen experts' probabilities are divided by their sum. `parallel` is
     "expert" (each rank has some experts) or "tensor" (each rank has some columns of every expert), as for
     `weft.moe.MoE`. Raises ValueError for impossible sizes."""
 
@@ -152,7 +152,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 
 def _values_of(source: Mapping[str, object] | object) -> Callable[..., Any]:
     """Return a function of a name and a default, which returns a value of a config: a dict's key or an object's
-    attribute. A value that is missing or None without a default is a ValueError."""
+    attribute. It raises ValueError for a value that is missing or None and has no default."""
 
     def get(name: str, default: object = _MISSING) -> object:
         value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)

@@ -23,9 +23,9 @@ class Graphs:
     sizes: the sizes, in rising order, to which tokens and requests of one token are padded.
     several: the largest number of requests with more than one token.
 
-    If the padded requests of one token leave too little room for the others, they are padded to the next smaller size,
-    and the surplus counts as requests of several tokens. The first batch of a size runs twice before its capture. Ranks
-    must make the same calls.
+    If the padded requests of one token leave too little room for other requests, they are padded to the next smaller
+    size, and the surplus counts as requests of several tokens. The first batch of a size runs twice before its capture.
+    Ranks must make the same calls.
 
     Raises ValueError for sizes that do not rise from 1, ids that do not match the batch, and batches and caches that do
     not fit; Unsupported where attention runs request by request (there is no flash kernel for this dtype and GPU),
@@ -50,8 +50,8 @@ class Graphs:
         return self.prepare(ids, batch)()
 
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
-        """Prepare a batch on the host. Return a function that runs the forward pass on the current stream. It may be
-        called any number of times."""
+        """Prepare a batch on the host. Return a function that runs the forward pass on the current stream. The function
+        may be called any number of times."""
         if ids.shape != (batch.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a batch of {batch.tokens} tokens")
         room = self._room(batch)

@@ -7,14 +7,14 @@ their partial outputs:
 
     plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
     fused      GEMMs | all_reduce_rms_norm                 residual rows at their owners, or [M, H] if M is small
-    woven      the same for two parts of the tokens, one's all_reduce_rms_norm under the other's GEMMs (nn/weave.py)
+    woven      the same for two token parts; one's all_reduce_rms_norm overlaps the other's GEMMs (nn/weave.py)
     sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms of this rank's rows
 
 Experts support replicated and sharded tokens (mixture.py). With experts "auto" is "sequence", since the planner
 predicts no other plan for them.
 
-In a forward pass the host never waits for the device, and nothing is copied from it: lengths, positions and cache slots
-are in a Layout.
+In a forward pass the host never waits for the device, and copies nothing to the device: lengths, positions and cache
+slots are in a Layout.
 """
 
 from __future__ import annotations
@@ -438,8 +438,8 @@ class _SublayerOfPass:
     memory: _PassMemory
 
     def linear(self, x: Activation, weight: Activation, out: Tensor | None) -> Tensor:
-        """Return x @ weight.T, by weft's own GEMM on the plan's SMs or by the library's GEMM, in `out` if it is not
-        None. x is quantized if the weight has 8 bits."""
+        """Return x @ weight.T, by weft's own GEMM on the plan's SMs or by a library GEMM, in `out` if it is not None. x
+        is quantized if the weight has 8 bits."""
         world, sms = self.model.world, self.layout.plan.sms
         if isinstance(weight, ScaledTensor):
             operands = ScaledOperands(quantized(x, weight, world), weight, None, fast_accum=True)

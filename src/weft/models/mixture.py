@@ -4,9 +4,9 @@ states (nn/decoder_layer.py), it has two forms:
     sharded      own rows -> router -> weft.moe over the ranks -> + shared expert -> same rows
     replicated   all rows -> router -> weft.moe of this rank alone -> + its part of the shared expert -> partial sum
 
-sharded, in the plan "sequence" (llama.py): the experts' dispatch and combine move rows between the ranks under their
-GEMMs, so the preceding layer leaves the rows with their owner. Attention ends with a reduce-scatter and begins with an
-all-gather, as it does before a dense MLP.
+sharded, in the plan "sequence" (llama.py): the experts' dispatch and combine, which move rows between the ranks,
+overlap the experts' GEMMs, so the preceding layer leaves the rows with their owner. Attention ends with a
+reduce-scatter and begins with an all-gather, as it does before a dense MLP.
 
 replicated, in the other plans: every rank has all rows, and computes the contribution of its experts, or of its columns
 of all experts, to their sums. Only the following all-reduce moves rows. This all-reduce and the weaving are the same as
@@ -112,7 +112,7 @@ class MixtureMLP(nn.Module):
 
     def partial_sums(self, x: Tensor, slots: Tensor | None, shared: Tensor | None, out: Tensor | None) -> Tensor:
         """Return [M, H] = shared + this rank's part of the sums for x [M, H], in `out` unless it is None. No rank waits
-        for another. shared: [M, H] or None; `out` may be the same tensor. slots: int32 [M]."""
+        for another rank. shared: [M, H] or None; `out` may be the same tensor. slots: int32 [M]."""
         world, experts, (ids, weights) = self.world, self.experts, self._routes(x, slots)
         shape = ids.shape[0], min(ids.shape[1], experts.split.experts)
         own_routes = world.empty(shape, torch.int32), world.empty(shape, torch.float32)

@@ -1,7 +1,8 @@
 """The communication between the sublayers of a tensor-parallel decoder layer.
 
-A layer has two sublayers, attention and an MLP or experts. After each the ranks sum their partial outputs, add the
-residual and apply the norm of the next sublayer. `HiddenStates` says which rows of [M, H] a rank has between them:
+A layer has two sublayers, attention and an MLP or experts. After each sublayer, the ranks sum their partial outputs,
+add the residual, and apply the norm of the next sublayer. `HiddenStates` says which rows of [M, H] a rank has between
+them:
 
     replicated   all tokens       sublayer: partial sum | all_reduce_rms_norm
     two parts    all tokens       the same for two token parts, one part's all_reduce_rms_norm under the other's GEMMs
@@ -48,8 +49,8 @@ class ColumnParallel(Protocol):
         """Return this rank's columns [M, sum(widths)] for rows x [M, H], in `out` if it is not None."""
 
     def gathered(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
-        """Return this rank's columns for the rows of all ranks; x contains this rank's rows. `shards` is the number of
-        rows of each rank, None if they are equal."""
+        """Return this rank's columns for the rows of all ranks; x contains only this rank's rows. `shards` is the
+        number of rows of each rank, or None if the numbers are equal."""
 
 
 class PartialSum(Protocol):
@@ -61,18 +62,18 @@ class PartialSum(Protocol):
 
 
 class Sublayer(PartialSum, Protocol):
-    """A module whose output the ranks sum: attention, its output projection alone, an MLP, or experts."""
+    """A module whose output the ranks sum: whole attention, only its output projection, an MLP, or experts."""
 
     def sharded(self, x: Tensor, shards: Sequence[int] | None) -> Tensor:
         """Return this rank's rows [m_r, H] of the sum over the ranks. For an MLP and experts, x contains this rank's
-        rows; for an output projection, the rows of all ranks. `shards` is as for `ColumnParallel`."""
+        rows; for an output projection, x contains the rows of all ranks. `shards` is as for `ColumnParallel`."""
 
 
 class ReplicatedStates:
     """Hidden states of all tokens on every rank, in one token part or in two.
 
-    `shape` is [.., H]. `normed` [.., H] is the next sublayer's input. `residual` is the first token part's residual:
-    all rows, or this rank's own.
+    `shape` is [.., H]. `normed` [.., H] is the next sublayer's input. `residual` is the residual of the first
+    part of the tokens: either all rows or this rank's own rows.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class ReplicatedStates:
         full_residual: bool = False,
         allreduce_norm: Callable[..., tuple[Tensor, Tensor]] = all_reduce_rms_norm,
     ) -> None:
-        """Begin with replicated states: hidden and normed [.., H] are the embedding and its norm for the first
-        sublayer. `parts` is the number of tokens of each of two parts, or empty. `plan` is the plan of
-        `allreduce_norm`, which has the arguments of `all_reduce_rms_norm`; a replacement function needs a single part,
-        and need not write `out`. With `full_residual` every rank has the whole residual for any number of tokens."""
+        """Create replicated states: hidden and normed [.., H] are the embedding and its norm for the first sublayer.
+        `parts` is empty, or contains the numbers of tokens of two parts. `plan` is the plan of `allreduce_norm`, which
+        has the same arguments as `all_reduce_rms_norm`. A replacement function requires a single part, and need not
+        write to `out`. With `full_residual`, every rank holds the whole residual for any number of tokens."""
         rows = hidden.flatten(0, -2)
         m, h = rows.shape
         parts = parts or (m,)
@@ -115,8 +116,8 @@ class ReplicatedStates:
         return self._residuals[0]
 
     def project(self, linears: ColumnParallel, x: Tensor) -> Tensor:
-        """Return [.., N], the linears of x [.., H], which is `normed` or a hook's replacement for it. Each token part
-        is computed as soon as its norm is done."""
+        """Return [.., N], the linears applied to x [.., H], which is `normed` or a hook's replacement for it. Each
+        token part is computed as soon as its norm has ended."""
         x = x.flatten(0, -2)
         if self._weave.parts == 1:
             return linears(x).view(*self.shape[:-1], -1)
@@ -129,7 +130,7 @@ class ReplicatedStates:
 
     def add(self, sublayer: PartialSum, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
         """Add the sublayer's output for x [.., K], the rows of all tokens, and apply the norm. The second stream
-        reduces one token part while the caller's stream computes the other part. With `last` the result outlives the
+        reduces one token part while the caller's stream computes the other part. With `last`, the result outlives the
         pass."""
         x, out, partials = x.flatten(0, -2), None if last else self._norm_memory, self._partial_memory
         if out is None and self._weave.parts == 2:
@@ -148,20 +149,21 @@ class ReplicatedStates:
         self._normed = y if out is None else out
 
     def gathered(self) -> Tensor:
-        """Return the normalised rows [.., H] of all tokens, ordered on the caller's stream. They are valid until the
-        next pass, or longer if the last `add` had `last`."""
+        """Return the normalised rows [.., H] of all tokens, ordered on the caller's stream. The rows are valid until
+        the next pass, or longer if the last `add` had `last`."""
         for i in range(len(self._cuts)):
             self._weave.wait(i)
         return self.normed
 
     def _memory(self, use: str, rows: Tensor, plan: str | Plan) -> Tensor | None:
-        """Return memory of the shape of `rows` that `all_reduce_rms_norm` reads or writes without a copy, symmetric if
-        the ranks have symmetric memory. Return None if that saves no copy; the writer then allocates its result.
+        """Return memory with the shape of `rows` that `all_reduce_rms_norm` reads or writes without a copy. The memory
+        is symmetric if the ranks have symmetric memory. Return None if such memory saves no copy; the writer then
+        allocates its result.
 
-        All passes share this memory, since one pass runs at a time. A sublayer writes its partial output there only
-        after the previous norm has ended on this rank, which implies that every owner has summed its rows. Peers store
-        normalised rows there only after this rank has entered the norm, and thus after the sublayer that read the
-        previous rows.
+        All passes share this memory, because only one pass runs at a time. A sublayer writes its partial output there
+        only after the previous norm has ended on this rank. This implies that every owner has summed its rows. Peers
+        store normalised rows there only after this rank has entered the norm, and therefore after the sublayer that
+        read the previous rows.
         """
         world, (m, h), dtype = self.world, rows.shape, rows.dtype
         local = torch.compiler.is_compiling() or world.size == 1 or world.backend.symmetric_unsupported
@@ -184,7 +186,7 @@ class ShardedStates:
         self._shards = None if len(set(self._counts)) == 1 else tuple(self._counts)
 
     def project(self, linears: ColumnParallel, x: Tensor) -> Tensor:
-        """Return [.., N], the linears of the rows of all ranks; x [m_r, H] contains this rank's rows."""
+        """Return [.., N], the linears applied to the rows of all ranks; x [m_r, H] contains this rank's rows."""
         return linears.gathered(x, self._shards).view(*self.shape[:-1], -1)
 
     def add(self, sublayer: Sublayer, x: Tensor, norm: RMSNorm, last: bool = False) -> None:
@@ -216,14 +218,14 @@ def decoder_layer(
     `attention` returns a sublayer and its input: the whole of attention and `states.normed`, if each token part attends
     separately; or, if all tokens attend together, the output projection and [.., K], the output of this rank's heads,
     computed with `states.project`. The input of `mlp` is `states.normed`. `norms` are the norms before the MLP and
-    before the next layer; for the `last` layer the second is the model's final norm.
+    before the next layer. For the `last` layer, the second one is the model's final norm.
     """
     states.add(*attention(states), norms[0])
     states.add(mlp, states.normed, norms[1], last)
 
 
 def own_rows(rows: Tensor, world: World) -> Tensor:
-    """Return the rows [m_r, H] that this rank owns of rows [M, H]."""
+    """Return this rank's own rows [m_r, H] of rows [M, H]."""
     counts = balanced_rows(rows.shape[0], world.size)
     return rows.narrow(0, sum(counts[: world.rank]), counts[world.rank]).contiguous()
 

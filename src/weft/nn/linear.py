@@ -1,4 +1,4 @@
-"""The two halves of a tensor-parallel layer. Each is an nn.Linear that is split over the ranks."""
+"""The two halves of a tensor-parallel layer. Each half is an nn.Linear that is split over the ranks."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class _ParallelLinear(ScaledModule):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
-        """Return this rank's part of a whole `nn.Linear`, which must be the same on all ranks, copied to `world.device`
-        and, with a `recipe`, quantized. Frozen parameters stay frozen. dtype: by default the linear's dtype. Raises the
-        errors of the constructor."""
+        """Return this rank's shard of a whole `nn.Linear`, which must be the same on all ranks. The shard is copied to
+        `world.device` and, with a `recipe`, quantized. Frozen parameters stay frozen. dtype: by default the linear's
+        dtype. Raises the same errors as the constructor."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: an nn.Linear is needed, got {type(linear).__name__}")
         options.setdefault("dtype", linear.weight.dtype)
@@ -107,7 +107,7 @@ class ColumnParallelLinear(_ParallelLinear):
         """Apply the layer. rows: the number of rows of every rank's x, if they are not all equal."""
         (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad:
-            rows_of_x = cast(torch.Tensor, x)  # the op raises for anything else
+            rows_of_x = cast(torch.Tensor, x)  # the op raises an error for any other input
             return all_gather_matmul_with_gathered(rows_of_x, weight, self.bias, world=world, plan=plan, rows=rows)[0]
         return all_gather_matmul(x, weight, self.bias, world=world, plan=plan, rows=rows, **options)
 
@@ -145,8 +145,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), recipe)
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Apply the layer. rows: the number of rows that every rank gets; None: M is split as evenly as possible,
-        longer shards on lower ranks. With reduce="all" every rank gets all rows, and `rows` is ignored."""
+        """Apply the layer. rows: the number of rows that every rank receives; None: M is split as evenly as possible,
+        longer shards on lower ranks. With reduce="all" every rank receives all rows, and `rows` is ignored."""
         (x, weight, options), world, plan = self.operands(x), self.world, self.plan
         if self.reduce == "all":
             return matmul_all_reduce(x, weight, self.bias, world=world, plan=plan, **options)

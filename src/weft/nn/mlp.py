@@ -1,16 +1,16 @@
 """The MLP of a Llama layer: x shard -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard.
 
-One parameter holds gate and up, so that one GEMM computes both. Blocks of gate rows and of up rows alternate. Every
-tile of the GEMM contains whole blocks, and the last two blocks are padded with zero rows:
+One parameter holds gate and up, so that one GEMM computes both. Blocks of gate rows alternate with blocks of up rows.
+Every tile of the GEMM contains whole blocks, and the last two blocks are padded with zero rows:
 
     gate_up [S, H]    gate 0..B | up 0..B | gate B..2B | up B..2B | ... | gate, 0 | up, 0
 
 A tile then holds matching blocks, and without gradients the GEMM's epilogue computes silu(gate) * up, so that the
-activation [M, 2 I / W] is never written. With gradients it is written, because the backward pass needs it. Padding gets
-zero gradients and stays zero. State dicts do not contain it.
+activation [M, 2 I / W] is never written. With gradients the activation is written, because the backward pass needs it.
+Padding has zero gradients and stays zero. State dicts do not contain the padding.
 
-With 8-bit weights (`recipe`) gate and up are one block each: SiLU-mul writes 8-bit rows with their scales, which a
-GEMM's epilogue cannot compute because it has only a part of a row.
+With 8-bit weights (`recipe`), gate and up are one block each. SiLU-mul writes 8-bit rows with their scales, which a
+GEMM's epilogue cannot compute because it holds only part of a row.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ParallelMLP(ScaledModule):
 
     @property
     def weights(self) -> tuple[Activation, Activation]:
-        """Return the weights before and after the activation as operands of ops."""
+        """Return the weights of the GEMMs before and after the activation, as operands for ops."""
         return self.weight_operand("gate_up"), self.weight_operand("down")
 
     def forward(self, x: Activation, rows: Sequence[int] | None = None) -> torch.Tensor:

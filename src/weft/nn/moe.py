@@ -34,12 +34,13 @@ class MoE(nn.Module):
         dropped    int32 [E], the routes of this rank that were dropped, or None without a capacity_factor
 
     H is hidden_size, I intermediate_size, E num_experts, k top_k. Router and experts are initialised like
-    torch.nn.Linear, from a seed that the first rank of `world` draws, so that the router is the same on all ranks, and
-    an expert is the same on whichever rank it is. The constructor is therefore collective. The parameters are frozen:
+    torch.nn.Linear, from a seed that the first rank of `world` draws. The router is therefore the same on all ranks,
+    and an expert is the same on any rank. The constructor is therefore collective. The parameters are frozen:
     `load_experts` loads a checkpoint's tensors, and `requires_grad_()` makes the parameters trainable. A rank's
-    gradients of the router and the shared expert cover its own tokens only. `received` and `dropped` are the same
-    memory in every call, so a CUDA graph's replays write them. With plan `FusedMoe(route=True)` the router runs in the
-    layer's launch, unless the caller passes routes to `forward`, or a capacity or a placement changes them.
+    gradients of the router and of the shared expert cover only the rank's own tokens. `received` and `dropped` use the
+    same memory in every call, so a CUDA graph's replays update them. With plan `FusedMoe(route=True)`, the router runs
+    in the layer's launch, unless the caller passes routes to `forward`, or a capacity or a placement changes the
+    routes.
 
     Args:
         world: the ranks.
@@ -49,12 +50,12 @@ class MoE(nn.Module):
         capacity_factor, drop: as in `weft.moe.apply_capacity`; None: no route is dropped.
         max_tokens, max_rows, keep: as in `weft.moe.moe`.
         placement: the physical experts of each logical one, as in `weft.moe.expert_placement`; each number from 0 to
-            P - 1 occurs once, and a rank holds P / W. To move experts, write a new placement of as many experts into
-            it, on all ranks, and call `load_experts`. None: the logical experts are the physical ones.
+            P - 1 occurs once, and a rank holds P / W. To move experts, write a new placement of as many experts to it
+            on all ranks, and call `load_experts`. None: the logical experts are the physical ones.
         parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1, physical ones where there is a
             placement (`weft.moe.moe`). "tensor": every rank holds I / W columns of all experts
             (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number n: n neighbouring ranks
-            share the columns of the same experts, and each such group of ranks has different experts. Where ranks share
+            share the columns of the same experts, and each such group of ranks has different experts. If ranks share
             columns, placement, max_tokens, max_rows and count_received are not available, and `keep` is as in
             `weft.all_gather_grouped_matmul`.
 
@@ -143,7 +144,8 @@ class MoE(nn.Module):
 
     @property
     def _routes_in_launch(self) -> bool:
-        """Return whether the layer's launch includes the router, which requires that nothing changes its routes."""
+        """Return whether the layer's launch includes the router, which requires that nothing changes the router's
+        routes."""
         if torch.compiler.is_compiling() or not isinstance(self.plan, FusedMoe) or not self.plan.route:
             return False
         return self.capacity_factor is None and self.placement is None and self.split.tp_size == 1
@@ -224,7 +226,7 @@ class MoE(nn.Module):
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
         """Draw the weights of the router and of this rank's experts. An expert's number is the seed of its values, so
-        that no rank has to draw the values of other ranks' experts."""
+        no rank has to draw the values of other ranks' experts."""
         split, (experts, hidden) = self.split, self.router.shape
         inner, wide = split.columns * split.tp_size, 1 if self.activation == "gelu" else 2
         generator = torch.Generator(self.router.device)
@@ -246,7 +248,7 @@ class MoE(nn.Module):
         self._set_experts("blocked", *(torch.stack(values) for values in drawn))
 
     def _set_experts(self, layout: str, w13: torch.Tensor, w2: torch.Tensor, *biases: torch.Tensor) -> None:
-        """Set this rank's part of the parameters from all columns of its experts."""
+        """Set this rank's part of the parameters from all columns of this rank's experts."""
         self._set(self.w13, self._packed(w13, layout))
         self._set(self.w2, w2.chunk(self.split.tp_size, 2)[self.split.part])
         if self.b13 is not None:
@@ -255,7 +257,7 @@ class MoE(nn.Module):
             self._set(self.b2, biases[1])
 
     def _own_experts(self, experts: int) -> list[int]:
-        """Return the logical experts that this rank holds, in the order of the physical ones."""
+        """Return the logical experts that this rank holds, in the order of its physical experts."""
         logical = list(range(experts))
         if self.placement is not None:
             placed(self.placement, experts)
@@ -281,8 +283,8 @@ class MoE(nn.Module):
 
 
 class CheckpointLayer(dict[str, torch.Tensor]):
-    """The tensors of a checkpoint whose names begin with `prefix`, under names without it. The KeyError for a missing
-    name lists the existing names."""
+    """The tensors of a checkpoint whose names begin with `prefix`, under their names without the prefix. The KeyError
+    for a missing name lists the existing names."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], prefix: str) -> None:
         super().__init__({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
@@ -302,8 +304,8 @@ class CheckpointLayer(dict[str, torch.Tensor]):
 
 
 def placed(table: torch.Tensor, experts: int) -> int:
-    """Return P, the number of physical experts in a placement of `experts` logical ones. Raises ValueError if the table
-    is not a placement."""
+    """Return P, the number of physical experts, for a placement of `experts` logical experts. Raises ValueError if the
+    table is not a placement."""
     if table.dim() not in (1, 2) or table.shape[0] != experts:
         raise ValueError(f"MoE: placement {list(table.shape)} must be [{experts}] or [{experts}, R]")
     rows = table.view(experts, -1).tolist()

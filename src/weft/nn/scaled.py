@@ -1,4 +1,4 @@
-"""Modules with 8-bit weights: the weights' scales, named as in checkpoints, and 8-bit activations.
+"""Modules with 8-bit weights: the scales of the weights, named as in checkpoints, and 8-bit activations.
 
     "row"     weight_scale [N, 1], one for each output channel (compressed-tensors, "FP8-dynamic"); a single element, as
               in a checkpoint with one scale for each tensor, is used for every channel
@@ -27,8 +27,8 @@ Activation = torch.Tensor | ScaledTensor
 
 
 def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None) -> torch.Tensor:
-    """Return a checkpoint's scale in the shape of this rank's scale, or of the scale of all `ranks`, which split it
-    along `dim`."""
+    """Return a checkpoint's scale in the shape of this rank's scale. The checkpoint's scale may also be the scale of
+    all `ranks`, which split it along `dim`."""
     if value.numel() == 1:
         return value.reshape(1, 1).expand(shape)
     whole = list(shape)
@@ -38,12 +38,12 @@ def in_shape(value: torch.Tensor, shape: torch.Size, ranks: int, dim: int | None
 
 
 def quantized(x: Activation, weight: ScaledTensor, world: World) -> ScaledTensor:
-    """Return x in 8 bits, for its product with the weight; an x that is already quantized is returned unchanged."""
+    """Return x in 8 bits, for the GEMM with the weight; an x that is already quantized is returned unchanged."""
     return x if isinstance(x, ScaledTensor) else quantize(x, weight.recipe, world=world)
 
 
 class ProductKeywords(TypedDict, total=False):
-    """The keyword arguments of an op with a GEMM that concern 8-bit operands."""
+    """The keyword arguments that configure 8-bit operands of an op with a GEMM."""
 
     out_dtype: torch.dtype | None
     use_fast_accum: bool
@@ -52,17 +52,17 @@ class ProductKeywords(TypedDict, total=False):
 def product_operands(
     x: Activation, weight: Activation, dtype: torch.dtype, world: World
 ) -> tuple[Activation, ProductKeywords]:
-    """Return x as the operand for the weight, quantized if the weight has 8 bits, and the keywords for a result of
-    `dtype`."""
+    """Return x as the operand for the weight, quantized if the weight has 8 bits, and the keyword arguments for a
+    result of `dtype`."""
     if not isinstance(weight, ScaledTensor):
         return x, {}
     return quantized(x, weight, world), ProductKeywords(out_dtype=dtype, use_fast_accum=True)
 
 
 class ScaledModule(Sharded):
-    """A module whose weights may have 8 bits. With a `recipe` its state dict has their scales (NAMES), and 16-bit
-    weights are rounded to `dtype` and quantized when they are loaded. If ranks split a weight's columns, its scales by
-    row are computed from whole rows, and so are the same on all ranks."""
+    """A module whose weights may have 8 bits. If ranks split a weight's columns, its row scales are computed from whole
+    rows, and so are the same on all ranks. If ranks split a weight's columns, its scales by row are computed from whole
+    rows, and so are the same on all ranks."""
 
     def __init__(self, world: World, dtype: torch.dtype, recipe: str | None) -> None:
         super().__init__(world, dtype)
@@ -72,9 +72,9 @@ class ScaledModule(Sharded):
         self.scales_name = None if recipe is None else NAMES[recipe]
 
     def add_matrix(self, name: str, rows: Sequence[int], k: int) -> None:
-        """Add the parameter `name`, a weight of zeros with k columns whose parts have these numbers of rows; and
-        `name`_scale, the scales of an 8-bit weight, or None. In 8 bits neither has a gradient. Raises ValueError if
-        blocks do not divide a part."""
+        """Add the parameter `name`, a weight of zeros with k columns, whose parts have these numbers of rows. Also add
+        `name`_scale, the scales of an 8-bit weight, or None. In 8 bits, neither parameter has a gradient. Raises
+        ValueError if a part is not divisible into blocks."""
         n, device, scale_name = sum(rows), self.world.device, f"{name}_scale"
         if self.recipe is None:
             self.register_parameter(name, nn.Parameter(torch.zeros(n, k, dtype=self.dtype, device=device)))
@@ -91,8 +91,8 @@ class ScaledModule(Sharded):
             self.register_parameter(parameter, nn.Parameter(t.to(device), requires_grad=False))
 
     def name_scales(self, *prefixes: str) -> None:
-        """Name the scales of the weights with these prefixes in the state dict. Ranks split them like the weights, but
-        scales by row have no columns to split."""
+        """Name the scales of the weights with these prefixes in the state dict. Ranks split block scales like the
+        weights, but row scales have no columns to split."""
         if self.scales_name is None:
             return
         for prefix in prefixes:
@@ -107,7 +107,7 @@ class ScaledModule(Sharded):
         return weight if scales is None or self.recipe is None else ScaledTensor(weight, scales, self.recipe)
 
     def scale_name(self, name: str) -> str | None:
-        """Return the name of the scales of an 8-bit weight; None for any other tensor."""
+        """Return the name of the scales of an 8-bit weight, or None for any other tensor."""
         shard = self.get_shard(name)
         if shard is None or shard.dtype != E4M3:
             return None
@@ -115,8 +115,8 @@ class ScaledModule(Sharded):
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
-        """Draw values as `Sharded.fill` does. The scales of 8-bit weights depend only on the bound, so that the scales
-        of one row are the same on all ranks."""
+        """Draw values as `Sharded.fill` does. The scales of 8-bit weights depend only on the bound, so the scales of
+        one row are the same on all ranks."""
         scales = {name: scale for name in init if (scale := self.scale_name(name)) is not None}
         super().fill({name: LARGEST.value if name in scales else bound for name, bound in init.items()})
         for name, scale in scales.items():
@@ -146,8 +146,8 @@ class ScaledModule(Sharded):
         return in_8_bits
 
     def _quantized(self, prefix: str, name: str, scale_name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return a 16-bit weight of a state dict in 8 bits, and its scales, by name. Raises ValueError for scales by
-        row of a shard whose columns ranks split: the scale of a row depends on the columns of all ranks."""
+        """Return a 16-bit weight of a state dict in 8 bits, and its scales, by name. Raises ValueError for row scales
+        of a shard whose columns ranks split: the scale of a row depends on the columns of all ranks."""
         shard = self.get_shard(name)
         assert shard is not None and self.recipe is not None
         part = self.local_shard(name, value, shard.shape)

@@ -39,10 +39,10 @@ def divide_by_ranks(name: str, size: int, world: World) -> int:
 class Sharded(nn.Module):
     """A module with sharded tensors.
 
-    `sharded_dim` has, for each name in the state dict, the dimension that the ranks split; None: all ranks hold the
-    same tensor. `sharded_parameters` names the parameters that store these tensors. `ignored` are names in state dicts
-    that the module does not use. torch saves and loads a subclass's other parameters, buffers and modules, which are
-    the same on all ranks. Raises TypeError for a dtype that the ops do not support.
+    `sharded_dim` contains, for each name in the state dict, the dimension that the ranks split; None: all ranks hold
+    the same tensor. `sharded_parameters` lists the names of the parameters that store these tensors. `ignored` are
+    names in state dicts that the module does not use. torch saves and loads a subclass's other parameters, buffers and
+    modules, which are the same on all ranks. Raises TypeError for a dtype that the ops do not support.
     """
 
     sharded_dim: dict[str, int | None]
@@ -66,8 +66,8 @@ class Sharded(nn.Module):
         shard.copy_(value)
 
     def local_shard(self, name: str, value: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-        """Return this rank's shard, of shape `shape`, of an unsharded tensor; the tensor itself if it is a shard; None
-        if it is neither."""
+        """Return this rank's shard, of shape `shape`, of an unsharded tensor. Return the tensor itself if it is already
+        a shard, and None if it is neither."""
         dim, world = self.sharded_dim[name], self.world
         if value.shape == shape:
             return value
@@ -80,13 +80,13 @@ class Sharded(nn.Module):
         return value.narrow(dim, world.rank * shape[dim], shape[dim])
 
     def unsharded(self, name: str, shard: torch.Tensor) -> torch.Tensor:
-        """Return the unsharded tensor of all ranks' shards. Collective."""
+        """Return the unsharded tensor that consists of all ranks' shards. Collective."""
         return gathered(self.world, shard, self.sharded_dim[name])
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
-        """Draw each tensor of `init` uniformly from +-bound, with a different seed on each rank. A bias has the bound
-        0, so that it is the same on all ranks."""
+        """Draw each tensor of `init` uniformly between -bound and +bound, with a different seed on each rank. A bias
+        has the bound 0, so all ranks have the same bias."""
         seed = int(torch.randint(2**40, (1,)).item()) * self.world.size + self.world.rank
         generator = torch.Generator(self.world.device).manual_seed(seed)
         for name, bound in init.items():
@@ -105,7 +105,7 @@ class Sharded(nn.Module):
     # -- torch.nn.Module's protocol
     @contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """Return a context in which torch sees only the parameters that it saves and loads itself."""
+        """Return a context in which torch can access only the parameters that it saves and loads itself."""
         parameters = self._parameters
         self._parameters = {n: p for n, p in parameters.items() if n not in self.sharded_parameters}
         try:
@@ -179,8 +179,8 @@ class Sharded(nn.Module):
 @torch.no_grad()
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the unsharded state dict of a model that contains these modules, on every rank; `module.state_dict()`
-    provides its other entries. Collective: all ranks must call it. The result loads into the unsharded model and into
-    the sharded one."""
+    provides its other entries. Collective: all ranks must call it. The result can be loaded into the unsharded model
+    and into the sharded model."""
     token = _unsharded.set(True)
     try:
         return module.state_dict()
@@ -194,7 +194,7 @@ def gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
         return x
     shard = x.transpose(0, dim).contiguous()
     out = world.empty((world.size * shard.shape[0], *shard.shape[1:]), x.dtype)
-    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # some backends' collectives lack 8-bit floats
+    bits = torch.uint8 if x.dtype.itemsize == 1 else x.dtype  # collectives of some backends do not support 8-bit floats
     world.all_gather(out.view(bits), shard.view(bits), world.current_stream())
     world.finish(world.current_stream())
     return out.transpose(0, dim).contiguous()
@@ -206,8 +206,8 @@ def clip_grad_norm_(module: nn.Module, max_norm: float, *, world: World) -> torc
     `max_norm`. Return the norm before scaling, a float32 scalar with the same bits on every rank.
 
     The result equals that of `torch.nn.utils.clip_grad_norm_` on the unsharded model. On the sharded model, torch's
-    function would scale by the norm of each rank's shards, and replicated parameters would drift apart. Parameters that
-    no module of `weft.nn` splits count once: their gradients must be the same on all ranks, so gradients of a rank's
+    function would scale by the norm of each rank's shards, and replicated parameters would diverge. Parameters that no
+    module of `weft.nn` splits are counted once: their gradients must be the same on all ranks, so gradients of a rank's
     own tokens must be summed over the ranks first. Collective: all ranks must call it, including ranks without
     gradients.
     """

@@ -1,4 +1,4 @@
-"""The experts, or the columns of experts, that a rank of `MoE` holds, and the functions that run them."""
+"""The experts, or the columns of experts, that a rank of `MoE` holds, and the functions that run these experts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Share:
 
     @classmethod
     def for_rank(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
-        """Return this rank's share. `physical` says whether a placement numbers the experts. Raises ValueError for
-        sizes that the ranks do not divide."""
+        """Return this rank's share. `physical` is true if a placement numbers the experts. Raises ValueError for sizes
+        that are not divisible by the ranks."""
         tp_size = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
         if type(tp_size) is not int or tp_size < 1 or world.size % tp_size:
             raise ValueError(f'MoE: parallel {parallel!r} is not "expert", "tensor" or a divisor of {world.size} ranks')
@@ -42,14 +42,14 @@ class Share:
         return cls(experts // groups, inner // tp_size, tp_size, *divmod(world.rank, tp_size))
 
     def check(self, options: Mapping[str, object]) -> None:
-        """Raise ValueError if one of `options`, which need whole experts, is not None and ranks split experts."""
+        """Raise ValueError if ranks split experts and one of `options`, which require whole experts, is not None."""
         names = ", ".join(name for name, value in options.items() if value is not None)
         if self.tp_size > 1 and names:
             raise ValueError(f"MoE: {names}: only for whole experts, not where {self.tp_size} ranks split one")
 
     @property
     def expert_range(self) -> slice:
-        """Return this rank's range of the experts of all ranks."""
+        """Return this rank's range among the experts of all ranks."""
         return slice(self.group * self.experts, (self.group + 1) * self.experts)
 
     def w13_columns(self, t: torch.Tensor, layout: str) -> torch.Tensor:
@@ -60,8 +60,8 @@ class Share:
 
     def local_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the routes to this rank's experts, numbered from 0, and their weights, both [T, n], for `weft.moe.moe`
-        with `World.alone`. ids and weights [T, k] are routes to the experts of all ranks. Routes to other ranks get an
-        id that belongs to no expert. n is the smaller of k and the number of this rank's experts."""
+        with `World.alone`. ids and weights [T, k] are routes to the experts of all ranks. Routes to other ranks receive
+        an id that belongs to no expert. n is the smaller of k and the number of this rank's experts."""
         if ids.shape[1] <= self.experts:
             return ids - self.expert_range.start, weights
         experts = torch.arange(self.experts, dtype=ids.dtype, device=ids.device)
@@ -88,7 +88,7 @@ def routed(
     **expert_options: Any,
 ) -> torch.Tensor:
     """Return the result of `weft.moe.moe`; if ranks split the columns of experts, the layer's two halves compute it.
-    `expert_options` are further options, which need whole experts."""
+    `expert_options` are further options, which require whole experts."""
     common: dict[str, Any] = dict(rows=rows, world=world, plan=plan)
     w13_options: dict[str, Any] = dict(b13=b13, activation=activation, keep=keep)
     if split.tp_size == 1:

@@ -8,11 +8,11 @@ caller's stream and the reductions run on a second stream:
     "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
 
 attn(0)' belongs to the next layer and overlaps the suffix's last norm of this layer. The suffix attends to the prefix
-through the cache, which attn(0) has filled before attn(1) starts, so that each token sees the same keys as without
-weaving. `Weave` enforces this order; decoder_layer.py uses it.
+through the cache, which attn(0) has filled before attn(1) starts. Each token therefore attends to the same keys as
+without weaving. `Weave` enforces this order; decoder_layer.py uses it.
 
-The time of a GEMM rises in steps, whenever an additional row of tiles needs an additional wave. `LayerTimes.split`
-returns the split with the least total time of both parts (TokenWeave's smart split).
+The time of a GEMM rises in steps, each time an additional row of tiles requires an additional wave. `LayerTimes.split`
+returns the split with the smallest total time of both parts (TokenWeave's smart split).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Weave:
     """The order of the stages of one token part, or of two parts whose reductions run on a second stream.
 
     For each stage and part, call `wait`, compute on the caller's stream, and reduce inside `reducing`. A caller that
-    catches an exception between a `reducing` and its `wait` must call `World.join_side_streams`, since the reduction
+    catches an exception between a `reducing` and its `wait` must call `World.join_side_streams`, because the reduction
     still uses its operands. Raises ValueError for any other number of parts.
     """
 
@@ -88,7 +88,7 @@ class Weave:
         if parts not in (1, 2):
             raise ValueError(f"{parts} parts: one or two are woven")
         self.world, self.parts = world, parts
-        # For each part, the event at the end of its reduction, and the tensors that must stay alive until then.
+        # For each part, the event at the end of its reduction, and the tensors that must stay alive until that event.
         self._pending: dict[int, tuple[Event, tuple[object, ...]]] = {}
 
     def wait(self, part: int) -> None:
@@ -101,8 +101,8 @@ class Weave:
     def reducing(self, part: int, *operands: object) -> AbstractContextManager[object]:
         """Return a context in which the current stream is the reductions' stream, ordered after the part's computation.
 
-        `operands` are tensors that the reduction reads. They stay alive until `wait`, because the caching allocator
-        could assign memory that is freed earlier to the next computation on the caller's stream.
+        `operands` are tensors that the reduction reads. The operands stay alive until `wait`, because the caching
+        allocator could otherwise assign their memory to the next computation on the caller's stream.
         """
         return nullcontext() if self.parts == 1 else self._on_second_stream(part, operands)
 
@@ -145,8 +145,8 @@ def run(
 
 
 def halves(tokens: int, step: int = 128) -> int:
-    """Return the number of tokens of the prefix: half the tokens, rounded down to a multiple of `step` unless that
-    multiple is 0, because GEMMs compute whole tiles of rows."""
+    """Return the number of tokens of the prefix. The number is half the tokens, rounded down to a multiple of `step`,
+    because GEMMs compute whole tiles of rows. If that multiple is 0, the half is not rounded."""
     return tokens // 2 // step * step or tokens // 2
 
 
@@ -182,13 +182,13 @@ class LayerTimes:
         return cls(bm, us(attention), us(mlp))
 
     def _time(self, us: tuple[float, ...], tokens: int) -> float:
-        """Return the time at `tokens`, extrapolated in proportion beyond the last measured time."""
+        """Return the time at `tokens`; beyond the last measured time, it is extrapolated in proportion."""
         i = math.ceil(tokens / self.step)
         return us[i - 1] if i <= len(us) else us[-1] * i / len(us)
 
     def layer(self, prefix: int, suffix: int) -> float:
-        """Return the time of a woven layer, in us: four steps, each as long as the longer of its computation and the
-        other part's norm."""
+        """Return the time of a woven layer, in us: four steps, each of which lasts as long as the longer of its
+        computation and the other part's norm."""
         total = 0.0
         for gemms in (self.attention, self.mlp):
             for computing, reducing in ((prefix, suffix), (suffix, prefix)):
@@ -197,8 +197,9 @@ class LayerTimes:
         return total
 
     def split(self, tokens: int, least: int = 1) -> int:
-        """Return the number of tokens of the prefix: the most even split among the multiples of `step` within 1% of the
-        least time. Neither part has fewer tokens than `least`; without such a multiple the split is in the middle."""
+        """Return the number of tokens of the prefix. The split is the most even one among the multiples of `step`
+        within 1% of the smallest time. Neither part has fewer tokens than `least`. If there is no such multiple, the
+        split is in the middle."""
         splits = [s for s in range(self.step, tokens, self.step) if min(s, tokens - s) >= least]
         if not splits:
             return tokens // 2
@@ -207,16 +208,16 @@ class LayerTimes:
         return min((s for s in splits if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
 
 
-# (the least number of tokens for which the plan is the fastest, the plan), in rising order
+# (the smallest number of tokens for which the plan is the fastest, the plan), in ascending order
 Choices = tuple[tuple[int, LayerPlan], ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """Measurements of one model on one GPU model and world.
+    """Measurements of one model on one GPU model with one number of ranks.
 
-    `choices` applies to CUDA graphs, `eager` to launches from the host: with few tokens the GPU's work does not hide
-    the launch time. The `split` of a woven plan comes from the profile. Below the lowest number of tokens the plan is
+    `choices` applies to CUDA graphs, and `eager` to launches by the host: with few tokens the GPU's work does not hide
+    the launch time. The `split` of a woven plan comes from the profile. Below the smallest number of tokens the plan is
     plain. An empty field was not measured.
     """
 
@@ -234,7 +235,7 @@ class Table:
 
     @classmethod
     def from_rows(cls, rows: Sequence[StoredRow]) -> Table:
-        """Return the table that `to_rows` stored."""
+        """Return the table that `to_rows` converted to rows."""
         choices: dict[str, list[tuple[int, LayerPlan]]] = {"graph": [], "eager": []}
         profile = None
         for r in rows:
@@ -254,9 +255,9 @@ class Table:
 
 
 def two_parts_from(world: World, hidden: int, intermediate: int) -> tuple[int | None, str | Plan]:
-    """Return the least number of tokens for which a decoder of these sizes runs in two token parts (None: never), and
-    the plan of its norms. Both come from measurements on this GPU with this number of ranks: for that number and every
-    larger one, weaving was faster than the plain and the fused plan."""
+    """Return the smallest number of tokens for which a decoder of these sizes runs in two token parts (None: never),
+    and the plan of its norms. Both results come from measurements on this GPU with this number of ranks: for that
+    number of tokens and every larger one, weaving was faster than the plain and the fused plan."""
     woven: list[tuple[int, LayerPlan]] = []
     for tokens, choice in table(world, hidden, intermediate).choices if world.size > 1 else ():
         woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
@@ -272,13 +273,13 @@ def name_of(world: World, hidden: int, intermediate: int) -> str:
 
 
 def learn_layers(name: str, table: Table) -> None:
-    """Use a table measured in this process in place of the shipped one. `name` is the result of `name_of`. Every rank
-    must use the same table."""
+    """Use a table measured in this process instead of the shipped one. `name` is a result of `name_of`. Every rank must
+    use the same table."""
     _learned[name] = table
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Return the table from `learn_layers`, otherwise the planner's rows for these sizes, if any."""
+    """Return the table from `learn_layers`, or otherwise the planner's rows for these sizes, if there are any."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         _learned[name] = Table.from_rows(layers(gpu_of(world), world.size, hidden, intermediate))

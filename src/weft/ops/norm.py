@@ -147,8 +147,9 @@ def normalised(
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
         own_parameters = ("eps", eps), ("R", r), ("RUNS", runs), ("PAIRS", world.batch_invariant)
         launch = _launch(world, norm_kernel, programs, warps, size, remap, residual is not None, own_parameters)
-        absent = (x, out) if residual is None else (residual, total)
-        launch(world.current_stream(), x=x, residual=absent[0], weight=weight, out=out, total=absent[1])
+        if residual is None:
+            residual, total = x, out  # the kernel uses neither, but a launch needs an address
+        launch(world.current_stream(), x=x, residual=residual, weight=weight, out=out, total=total)
     return out
 
 

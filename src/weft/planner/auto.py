@@ -1,12 +1,12 @@
-"""This module determines the plan that plan="auto" expects to be fastest; `weft.explain(..)` shows the decision.
+"""This module determines the plan that plan="auto" expects to be fastest; `weft.explain(..)` prints the decision.
 
-For a shape in the measured table it is the stored plan; for any other shape it is the plan predicted fastest from the
-machine's profile. The plan is sequential unless another was measured or predicted to be faster than it. Without a
-profile, a shape that is not in the table runs sequential until it is timed: on a Hopper GPU its first call times the
-op's variants (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a GPU time nothing;
-they use the decisions of the most similar machine that has a profile.
+For a shape in the measured table, this plan is the stored one. For any other shape, it is the plan predicted to be
+fastest from the machine's profile. The plan is sequential unless a different plan was measured or predicted to be
+faster. Without a profile, a shape that is not in the table runs sequentially until it is timed: on a Hopper GPU its
+first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a
+GPU run no timing, and use the decisions of the most similar machine with a profile.
 
-All ranks must choose the same plan, so they compare their profiles once. Predictions use the launch time that the
+All ranks must choose the same plan, so the ranks compare their profiles once. Predictions use the launch time that the
 slowest host measures at its start, which all ranks exchange. A GPU whose speed differs from its profile (`self_check`)
 only causes a warning.
 """
@@ -45,13 +45,13 @@ __all__ = ["auto", "explain", "unmeasured"]
 
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
-DRIFT = 0.10  # weft warns if the time of the check GEMM differs from the profile's by more than this share
+DRIFT = 0.10  # weft warns if the time of the check GEMM differs from the profile's time by more than this fraction
 UNUSABLE = "unusable"  # replaces the planner of a World whose profile cannot be used
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
-    """Return the plan expected to be fastest for one call. mode: "graph" or "eager". Collective at the first call with
-    a shape that is not in the table."""
+    """Return the plan expected to be fastest for one call. mode: "graph" or "eager". The call is collective the first
+    time it is made with a shape that is not in the table."""
     if m == 0:
         return Sequential()
     limits = world.backend.limits_ctas
@@ -72,9 +72,9 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
-    """Return plans to time at the first call in addition to the op's own. They exist only if the machine has neither a
-    profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates; and only on
-    Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
+    """Return plans to time at the first call in addition to the op's own. Such plans exist only if the machine has
+    neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates. The
+    plans are timed only on Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
     if (
         not op.variants
         or world.backend.capturing()
@@ -96,12 +96,12 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
 
 @functools.cache
 def _is_measured(device: torch.device) -> bool:
-    """Return whether the plans of "auto" were measured on GPUs of this capability."""
+    """Return whether the plans of "auto" were measured on GPUs with this capability."""
     return features(device_capability(device)).wgmma
 
 
 def _stored(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
-    """Return the table's plan for exactly this shape, or None. limits: whether communicators can be limited to CTAs."""
+    """Return the table's plan for exactly this shape, or None. limits: whether a communicator's CTAs can be limited."""
     plan = exact(gpu, op, size, m, n, k, mode)
     limited = isinstance(plan, Signaled) and not plan.copies  # NCCL moves the groups, with the plan's number of CTAs
     return None if limited and not limits else plan
@@ -113,7 +113,8 @@ def _planner_or_unusable(world: World) -> Planner | str | None:
 
 
 def planner_on(world: World) -> Planner | None:
-    """Return the Planner of this World's machine, or None without a usable profile. Collective at the first call."""
+    """Return the Planner of this World's machine, or None if there is no usable profile. Collective at the first
+    call."""
     planner = _planner_or_unusable(world)
     return planner if isinstance(planner, Planner) else None
 
@@ -123,8 +124,8 @@ def _make_planner(world: World) -> Planner | str | None:
     Collective."""
     if world.backend.name != "cuda" or world.size == 1:
         return None
-    # A rank whose shape is in the table, or has no rows, does not exchange anything here: the next check of the call
-    # then raises Mismatch.
+    # A rank whose shape is in the table, or which has no rows, exchanges nothing here. The next check of the call then
+    # raises Mismatch.
     world.check_same_on_all_ranks('the first call with plan="auto"')
     profile, problem = None, None
     shares, machine = world.backend.shares_gpu, this_machine(world.device, world.size)
@@ -132,7 +133,7 @@ def _make_planner(world: World) -> Planner | str | None:
         profile = nearest_machine(machine) if shares else find(machine)
     except ProfileError as e:
         problem = str(e)
-    except Exception as e:  # the other ranks must be informed of the failure
+    except Exception as e:  # the other ranks must learn of the failure
         problem = f"no profile can be read: {type(e).__name__}: {e}"
     launch = time_launch(world.device) if profile and not shares else None
     own_profile = problem or (profile.digest if profile else None), launch
@@ -141,7 +142,7 @@ def _make_planner(world: World) -> Planner | str | None:
         return None
     planner = None
     if profile is not None and len(set(digests)) == 1:
-        try:  # all ranks have the same profile, so either all of them fail or none does
+        try:  # all ranks have the same profile, so either all ranks fail or none does
             planner = planner_of(profile, host_time(launches))
         except Exception as e:
             problem = f"the planner cannot use its profile: {type(e).__name__}: {e}"
@@ -163,8 +164,8 @@ def _make_planner(world: World) -> Planner | str | None:
 
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
-    """Return the current time of the check GEMM divided by its time in the profile; None if the profile has no such
-    time, or if there is no free memory for the operands. The measurement takes about 20 ms."""
+    """Return the current time of the check GEMM divided by its time in the profile. Return None if the profile has no
+    such time, or if there is no free memory for the operands. The measurement lasts about 20 ms."""
     known = profile.constant("check")
     if known is None:
         return None
@@ -175,7 +176,7 @@ def self_check(profile: Profile, device: torch.device) -> float | None:
 
 
 def time_check(device: torch.device) -> float:
-    """Return the us of the check GEMM: the median of 5 runs of 20, on the current stream."""
+    """Return the time of the check GEMM in us: the median of 5 runs of 20, on the current stream."""
     m, n, k = CHECK
     generator = torch.Generator(device).manual_seed(0)  # does not change the user's generator
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=generator) for rows in (m, n))
@@ -191,8 +192,8 @@ def time_check(device: torch.device) -> float:
 
 @functools.cache
 def time_launch(device: torch.device) -> float | None:
-    """Return the us that the host needs for a copy on a side stream and the event that orders it; None without a GPU.
-    The measurement takes about 2 ms."""
+    """Return the time, in us, that the host needs for a copy on a side stream and the event that orders it; None
+    without a GPU. The measurement lasts about 2 ms."""
     if device.type != "cuda":
         return None
     word, stream, side = torch.zeros(2, device=device), torch.cuda.current_stream(device), torch.cuda.Stream(device)
@@ -242,13 +243,13 @@ def explain(
         machine's.
         received: for an all-to-all, the number of rows of the rank that receives most, if it exceeds m.
         recipe: "tensor", "row" or "block", for 8-bit operands. No profile has rates for them: "auto" times plans at the
-            first call of a size, which `world` remembers, and without such a call nothing is predicted.
+            first call of a size, and `world` stores the times. Without an earlier call nothing is predicted.
 
     Returns:
         A Decision; print it.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that the prediction needs.
         TypeError: a size is not an int.
         ValueError: the op or mode is unknown, or a size is below 1.
     """
@@ -304,8 +305,8 @@ def explain(
 def _explained_by_trial(
     op: str, sizes: tuple[int, int, int], size: int, mode: str, title: str, trial: AnyTrial | None
 ) -> Decision:
-    """Return `explain`'s Decision for calls without predictions, such as calls of 8-bit operands. The Decision rests on
-    the trial of an earlier call."""
+    """Return `explain`'s Decision for calls without predictions, such as calls with 8-bit operands. The Decision comes
+    from the trial of an earlier call."""
     if trial is not None:
         why = trial.timings(mode) if title == op else f"{title}: {trial.timings(mode)}"
         return Decision(op, *sizes, size, mode, trial.chosen(mode), why, _timed(trial, mode))
@@ -316,13 +317,13 @@ def _explained_by_trial(
 
 
 def _timed(trial: AnyTrial, mode: str) -> tuple[Option, ...]:
-    """Return the plans of a trial with their times, the fastest plan first."""
+    """Return the plans of a trial with their times, starting with the fastest plan."""
     return tuple(sorted((Option(plan, time.us(mode)) for plan, time in trial.times.items()), key=lambda o: o.us))
 
 
 def profile_for(profile: Profile | Path | str | None, size: int | None, shares: bool = False) -> Profile:
-    """Return the profile that `explain` uses for its argument `profile`, with `size` GPUs if the argument does not fix
-    their number. shares: the ranks share a GPU."""
+    """Return the profile that `explain` uses for its argument `profile`, for `size` GPUs if the argument does not
+    determine their number. shares: the ranks share a GPU."""
     if isinstance(profile, Profile):
         return profile
     if profile is not None:

@@ -11,8 +11,8 @@ import numpy as np
 
 class Smooth:
     """A smooth function through scattered points, by local linear regression: each value comes from a linear fit that
-    weights near points most. The function passes (almost) through the points, never leaves their range, and is constant
-    beyond the outermost points. SLOPE is the penalty for a slope."""
+    gives near points the largest weights. The function passes (almost) through the points, never leaves the range of
+    their values, and is constant beyond the outermost points. SLOPE is the penalty for a slope."""
 
     SLOPE = 0.05
 
@@ -32,8 +32,8 @@ class Smooth:
 
 
 class Curve:
-    """The time in us as a piecewise linear function of bytes. Below the smallest measured size it is constant; above
-    the largest one it continues the last slope, unless that is negative, which would be noise."""
+    """The time in us as a piecewise linear function of bytes. Below the smallest measured size, the time is constant.
+    Above the largest one, the last slope continues, unless that slope is negative, which would be noise."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.sizes, self.us = zip(*sorted(points), strict=True)
@@ -55,7 +55,7 @@ def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int,
     if not points:
         return lambda m, n, k: 0.0
     log_sizes = np.log2(np.array(list(points), float))
-    squared_distances: dict[tuple[int, int], np.ndarray] = {}  # by (N, K); a layer has few (N, K) and many M
+    squared_distances: dict[tuple[int, int], np.ndarray] = {}  # by (N, K), because a layer has few (N, K) and many M
     values = np.array([sum(v) / len(v) for v in points.values()])
     middle = float(np.median(values))
 

@@ -1,6 +1,7 @@
-"""Parameters that cannot be measured alone, fitted to a profile's calls of the plan's kind: the time that ranks wait
-for each other at every barrier and collective, the rates of copies and collectives inside a call, and for each fused
-variant a pull rate during the GEMM and one after it, the slow-down of its tiles and a fixed cost."""
+"""Parameters that cannot be measured alone are fitted to a profile's calls of the plan's kind. The fitted parameters
+are the time that ranks wait for each other at every barrier and collective and the rates of copies and collectives
+inside a call. For each fused plan, they are also a pull rate during the GEMM and one after it, the slow-down of its
+tiles, and a fixed cost."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ from .curves import least_squares
 from .parts import NotMeasured, PartTimes
 from .profile import Profile, TimedCall
 
-FEWEST = 3  # parameters are fitted only to at least this number of calls
+FEWEST = 3  # parameters are fitted only if there are at least this number of calls
 Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 
 
 class Fits(PartTimes):
-    """The times of parts, and the parameters fitted to the profile's calls. Each parameter is fitted when first
+    """The times of parts, and the parameters fitted to the profile's calls. Each parameter is fitted when it is first
     needed."""
 
     def __init__(self, profile: Profile) -> None:
@@ -59,8 +60,8 @@ class Fits(PartTimes):
 
     @functools.cached_property
     def chunking(self) -> Chunking:
-        """Return the parameters fitted to the profile's decomposed calls of all ops; the defaults if there are fewer
-        than three."""
+        """Return the parameters fitted to the profile's decomposed calls of all ops, or the defaults if the profile
+        contains fewer than three such calls."""
         ran = [r for op in collectives() for r in self.graphs(op, Decomposed.kind)]
         with contextlib.suppress(NotMeasured):  # `weft tune` may stop before it has measured all parts of the model
             return self._fitted(Chunking(), ran)
@@ -68,7 +69,7 @@ class Fits(PartTimes):
 
     def parameters(self, op: str, plan: Plan) -> object:
         """Return the parameters of the plan's model, fitted to the profile's calls of its family; None if the model has
-        none."""
+        no parameters."""
         cost = self.cost(op, plan)
         start, key = cost.start(plan), (op, plan.family)
         if start is None or isinstance(start, Chunking):
@@ -81,7 +82,7 @@ class Fits(PartTimes):
         return self._parameters[key]
 
     def _fitted(self, start: Fit, ran: Sequence[TimedCall], names: Sequence[str] = (), fewest: int = FEWEST) -> Fit:
-        """Return the parameters `start`, fitted if there are enough calls."""
+        """Return the parameters `start`, which are fitted if there are enough calls."""
 
         def model(plan: Plan, r: TimedCall, x: Fit) -> float:
             return self.cost(r.op, plan).us(self, REGISTRY[r.op].gemm_call(r.m, r.n, r.k), plan, x)
@@ -96,9 +97,9 @@ def fitted(
     parameters: Sequence[str] = (),
 ) -> Fit:
     """Fit the named `parameters` of `start` (empty: all) so that `model` predicts the measured times, by least squares
-    of log(model / measured). A penalty keeps the parameters' logs near their start values; it is smaller for parameters
-    of waits and links than for slow-downs. model: returns the us of a call from its plan, its row of the profile and
-    the parameters."""
+    of log(model / measured). A penalty keeps the logarithms of the parameters near their start values. The penalty is
+    smaller for parameters of waits and links than for slow-downs. model: returns the time of a call, in us, from its
+    plan, its row of the profile and the parameters."""
     parameters = parameters or tuple(vars(start))
     start_logs = np.log([getattr(start, n) for n in parameters])
     penalty = np.array([0.3 if n in ("slow", "gemm", "transfer", "copy") else 0.05 for n in parameters])

@@ -7,12 +7,12 @@
                (barriers, two rounds of copies, a sum), but no shorter in all than one half's GEMMs and all-reduces in a
                row
 
-The prediction omits the parts that all ways share (attention, rotary embedding). GEMMs take longer in a pass than
-alone, because weights come from memory and the power limit lowers the clock. While only links work, the GPU cools, and
-the next GEMMs run faster than without the pause: an all-reduce on SMs therefore costs less than its own time, and
-transfers by copy engines during GEMMs cost little, but not nothing. HEAT, SUM_SHARE and COPY_SHARE model these effects.
-They and the other constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked
-against two other models (tests/planner/test_layers.py).
+The prediction omits the parts that all ways share (attention, rotary embedding). GEMMs need more time in a pass than
+alone, because weights are read from memory and the power limit lowers the clock. While only links work, the GPU cools,
+and the next GEMMs run faster than without the pause. An all-reduce on SMs therefore costs less than its own time, and
+transfers by copy engines during GEMMs have a small cost. HEAT, SUM_SHARE and COPY_SHARE model these effects. These and
+the other constants were fitted to layers of Llama-70B's sizes on two and four H200s (2026-11), and checked against two
+other models (tests/planner/test_layers.py).
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .parts import NotMeasured
 from .search import Planner, gain, near
 
 HEAT = 1.2  # the time of a GEMM in a pass divided by its time alone
-SUM_SHARE, SUM_LATENCY = 0.65, 20.0  # an all-reduce on SMs costs its first SUM_LATENCY us and this share of the rest
-COPY_SHARE = 0.2  # a transfer by copy engines during GEMMs costs this share of its time alone
-CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time, as part of its input is in the L2 cache
-WAIT = 4.0  # the us for which ranks wait for each other at every collective
-STEP_GAP = 8.0  # the us that the events between two steps of a woven layer take
+SUM_SHARE, SUM_LATENCY = 0.65, 20.0  # an all-reduce on SMs costs its first SUM_LATENCY us and this fraction of the rest
+COPY_SHARE = 0.2  # a transfer by copy engines during GEMMs costs this fraction of its time alone
+CACHED_SHARE = 0.7  # an elementwise kernel takes this share of a copy's time: part of its input is in L2
+WAIT = 4.0  # the time, in us, for which ranks wait for each other at every collective
+STEP_GAP = 8.0  # the time, in us, of the events between two steps of a woven layer
 TAIL = 0.1  # waves that the programs of weft's GEMM lose by sharing the last tiles
-HALF = 512  # the fewest rows of a half; smaller halves were often much slower than predicted
-# The host's time for a layer, over its time for a library GEMM with a collective; and the slow-down of the host against
-# the profile's host with which overlapped plans must still win.
+HALF = 512  # the smallest number of rows of a half; smaller halves were often much slower than predicted
+# The host's time for a layer, divided by its time for a library GEMM with a collective; and the slow-down of the host
+# relative to the profile's host at which overlapped plans must still be faster.
 HOST_CALLS, SLOW_HOSTS = {"plain": 10, "fused": 18, "sequence": 13, "woven": 30}, 2.0
 
 
@@ -74,8 +74,8 @@ class DecoderSizes:
 
 
 class LayerPredictor:
-    """Predicts the time in us of one layer in a pass of several layers, on the machine of the planner's profile.
-    limits: as for `candidates`. Raises NotMeasured if the profile lacks a part."""
+    """Predict the time, in us, of one layer in a pass of several layers, on the machine of the planner's profile.
+    limits: as for `candidates`. Raises NotMeasured if the profile lacks a measurement."""
 
     def __init__(self, planner: Planner, sizes: DecoderSizes, limits: bool = True) -> None:
         self.planner, self.p, self.sizes, self.limits = planner, planner.predictor, sizes, limits
@@ -92,7 +92,7 @@ class LayerPredictor:
         return ways
 
     def time(self, way: Way, tokens: int, mode: str = "graph") -> float:
-        """Return the us of one layer. mode: "graph" or "eager"."""
+        """Return the time of one layer in us. mode: "graph" or "eager"."""
         us: float = getattr(self, f"_{way.kind}")(way, tokens)
         if mode == "eager":
             slow = 1.0 if way == _PLAIN else SLOW_HOSTS
@@ -108,8 +108,8 @@ class LayerPredictor:
     # -- parts
     @functools.cached_property
     def _host(self) -> float:
-        """Return the host's current time for one library GEMM with a collective, for which the profile's shortest eager
-        call is an upper bound."""
+        """Return the host's current time for one library GEMM with a collective; the profile's shortest eager call is
+        an upper bound for this time."""
         library = Sequential().to_json()
         calls = [r.us for r in self.p.profile.calls if (r.plan, r.mode) == (library, "eager")]
         return self.p.pace * min(calls, default=0.0)
@@ -118,14 +118,14 @@ class LayerPredictor:
         return HEAT * self.p.gemm(m, n, k)
 
     def _own_gemm(self, m: int, n: int, k: int) -> float:
-        """Return the us of weft's own GEMM on all SMs; its programs share the last tiles."""
+        """Return the time, in us, of weft's own GEMM on all SMs; its programs share the last tiles."""
         tile, sms = GemmTile(), self.p.sms
         tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
         shared = min(1.0, (tiles / sms + TAIL) / -(-tiles // sms))
         return HEAT * shared * self.p.tiles(Occupancy(tile), sms, tiles, m, n, k)
 
     def _elementwise(self, nbytes: float) -> float:
-        """Return the us of an elementwise kernel that reads `nbytes` and writes `nbytes`."""
+        """Return the time, in us, of an elementwise kernel that reads `nbytes` and writes `nbytes`."""
         return CACHED_SHARE * self.p.optional("local", nbytes)
 
     def _activation(self, m: int) -> float:
@@ -142,15 +142,15 @@ class LayerPredictor:
         return sum(self._gemm(m, *weight) for weight in (s.qkv, s.out, s.gate_up, s.down)) + self._activation(m)
 
     def _low_latency_sum(self, m: int) -> float:
-        """Return the us of a one-shot or two-shot low-latency all-reduce alone. Beyond the measured sizes the two-shot
-        curve is extended."""
+        """Return the time, in us, of a one-shot or two-shot low-latency all-reduce alone. Beyond the measured sizes,
+        the two-shot curve is extrapolated."""
         times = self.p.low_latency_times("all_reduce", self._bytes(m))
         if times:
             return min(times.values())
         return self.p.latency(low_latency_name("all_reduce", SHOTS[-1]), self._bytes(m))
 
     def _by_copies(self, m: int) -> float:
-        """Return the us of a two-shot all-reduce by copy engines."""
+        """Return the time, in us, of a two-shot all-reduce by copy engines."""
         p, nbytes = self.p, self._bytes(m)
         barrier, moved = p.latency("barrier") + p.chunking.gap, nbytes * (p.world - 1) / p.world
         return 3 * barrier + 2 * p.chunking.copy * p.latency("copy", moved) + p.optional("sum", nbytes / p.world)
@@ -190,8 +190,9 @@ class LayerPredictor:
 
 
 def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
-    """Return the way that is predicted fastest for layers of these sizes on this World's machine; plain without a
-    profile, or if ranks cannot address each other's memory. The first call is collective. mode: "graph" or "eager"."""
+    """Return the way that is predicted to be fastest for layers of these sizes on this World's machine. The way is
+    plain without a profile, or if ranks cannot address each other's memory. The first call is collective. mode: "graph"
+    or "eager"."""
     planner = None if world.backend.symmetric_unsupported or tokens == 0 else planner_on(world)
     if planner is None:
         return _PLAIN

@@ -1,5 +1,5 @@
-"""Times of the parts of a call at any size, from a profile: library GEMMs, waves of Triton tiles, collectives and
-copies by bytes, and how much a GEMM and a transfer slow each other down."""
+"""Times of the parts of a call at any size, computed from a profile: library GEMMs, waves of Triton tiles, collectives
+and copies by bytes, and the factors by which a GEMM and a transfer slow each other down."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from ..plans import Plan
 from .curves import Curve, Smooth
 from .profile import Gemm, Profile, ProfileError, Slowdown, Wave
 
-# Tile shapes that a library may choose among; its choice is not known.
+# Tile shapes among which a library may choose; the actual choice is unknown.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
 
 
 class NotMeasured(ProfileError):
-    """The profile lacks a measurement that this prediction needs."""
+    """The profile lacks a measurement that this prediction requires."""
 
 
-# The shape of a library's GEMM time, set by hand when the predictor was written, not fitted. `Smooth` corrects it by
-# the ratios to the GEMMs measured on the machine, so that it only decides how to interpolate between them.
-WHOLE_WAVES = 0.7  # the share of the time that grows with waves rounded up; the rest grows with the number of tiles
-TILE_POWER = 0.9  # a tile of half the size takes 0.54 times as long
-K_OF_EPILOGUE = 200  # the prologue and epilogue of a tile take as long as this number of columns of K
+# The shape of the curve of a library's GEMM times. The shape was set by hand when the predictor was written, and is not
+# fitted. `Smooth` corrects it by the ratios to the GEMMs measured on the machine, so it only determines how to
+# interpolate between them.
+WHOLE_WAVES = 0.7  # the fraction of the time that grows with waves rounded up; the rest grows with the number of tiles
+TILE_POWER = 0.9  # a tile of half the size needs 0.54 times as long
+K_OF_EPILOGUE = 200  # the prologue and epilogue of a tile need as much time as this number of columns of K
 
 
 class Gemms:
-    """Times of library GEMMs of any size, from measured GEMMs of some sizes. The library picks one of many tile
+    """Times of library GEMMs of any size, from measured GEMMs of some sizes. The library selects one of many tile
     shapes. The modelled time is the longer of two times: that of the whole waves of the cheapest tile shape, and that
     of the memory traffic. A smooth correction through the measured ratios multiplies it."""
 
@@ -57,7 +58,7 @@ class Gemms:
         return ITEM * (m * k + n * k + m * n)
 
     def memory(self, m: int, n: int, k: int) -> float:
-        """Return the us of the memory traffic alone."""
+        """Return the time, in us, of the memory traffic alone."""
         return self.per_byte * self._bytes(m, n, k)
 
     def _model(self, m: int, n: int, k: int) -> float:
@@ -96,7 +97,7 @@ class Tiles:
         return max(self.start + float(filled(tiles, programs, per_sm, self.soft)) * (self.a + self.b * k), 1e-3)
 
     def __call__(self, tiles: int, programs: int, per_sm: int, k: int) -> float:
-        """Return the us of the whole GEMM."""
+        """Return the time of the whole GEMM in us."""
         ratio = self.ratio(math.log2(tiles / programs), math.log2(k))
         return self._model(tiles, programs, per_sm, k) * math.exp(ratio)
 
@@ -123,7 +124,7 @@ class PartTimes:
         return Gemms(self.profile.gemms, self.sms)
 
     def gemm(self, m: int, n: int, k: int) -> float:
-        """Return the us of the library's GEMM alone."""
+        """Return the time, in us, of the library's GEMM alone."""
         return self._gemms(m, n, k)
 
     @functools.cached_property
@@ -134,8 +135,9 @@ class PartTimes:
         return {key: Tiles(v) for key, v in rows.items()}
 
     def tiles(self, occupancy: Occupancy, programs: int, tiles: int, m: int, n: int, k: int) -> float:
-        """Return the us of a persistent GEMM of `tiles` tiles over `programs` programs: at least the time of the memory
-        traffic and, with so few rows that reading the weight dominates, at least the time of the library's GEMM."""
+        """Return the time, in us, of a persistent GEMM with `tiles` tiles on `programs` programs. The result is at
+        least the time of the memory traffic. With so few rows that reading the weight dominates, it is also at least
+        the time of the library's GEMM."""
         us, memory = self._tiles_us(occupancy, programs, tiles, k), self._gemms.memory(m, n, k)
         if us < 2 * memory:
             library = self._gemms(m, n, k)
@@ -148,7 +150,7 @@ class PartTimes:
         return self._tiles[closest](tiles, programs, on.per_sm, k) * area
 
     def _find_closest(self, occupancy: Occupancy) -> tuple:
-        """Return the key of the measured tile configuration that is closest to this one."""
+        """Return the key of the measured tile configuration that is closest to the given one."""
         if not self._tiles:
             raise NotMeasured("no waves of tiles measured")
         tile = occupancy.tile
@@ -181,7 +183,8 @@ class PartTimes:
         return sorted(ctas for name, ctas in self.curves if name == operation and ctas)
 
     def low_latency_times(self, operation: str, nbytes: int) -> dict[Plan, float]:
-        """Return the us of a collective by each low-latency plan that was measured for at least `nbytes` bytes."""
+        """Return the time, in us, of a collective with each low-latency plan that was measured for at least `nbytes`
+        bytes."""
         curves = {plan: self.curves.get((low_latency_name(operation, plan), 0)) for plan in SHOTS}
         return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
 

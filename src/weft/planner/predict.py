@@ -4,7 +4,7 @@ For each class of its plans an op declares a short model of the work that runs c
 and `cost.py` next to the ops).
 
 Times of parts come from the profile (`parts`); parameters that cannot be measured alone are fitted to the profile's
-calls of the plan's kind (`fits`). Finally the measured / predicted ratio of the profile's own calls near the shape
+calls of the plan's kind (`fits`). Finally, the measured / predicted ratio of the profile's own calls near the shape
 corrects the prediction for effects that the model omits.
 """
 
@@ -25,12 +25,12 @@ from .fits import Fits
 from .parts import NotMeasured
 from .profile import Profile, identity
 
-GPU_BOUND = 1.5  # an eager call that takes this many times as long as the host's work is bound by the GPU
+GPU_BOUND = 1.5  # the GPU bounds an eager call that takes this many times as long as the host's work
 
 
 class Predictor(Fits):
-    """Predicts the time, in us, of any plan at any shape on the profile's machine. N and K are those of one rank's
-    GEMM; M counts the rows of all ranks.
+    """Predict the time, in us, of any plan at any shape on the profile's machine. N and K are those of one rank's GEMM;
+    M counts the rows of all ranks.
 
     launch: the time, in us, that the host currently needs for one operation of a call; None: the profile's time, if the
     profile has one.
@@ -40,7 +40,7 @@ class Predictor(Fits):
         super().__init__(profile)
         profile_launch = profile.constant("launch")
         self.launch = profile_launch if launch is None else launch
-        # The host's current time for a launch divided by its time in the profile.
+        # The host's current time for a launch, divided by its time in the profile.
         self.pace = 1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
         self._eager = functools.cache(self._eager_times)
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
@@ -57,9 +57,9 @@ class Predictor(Fits):
         slow: float = 1.0,
     ) -> float:
         """Return the time, in us, of one call among back-to-back calls. received: for an all-to-all, the rows of the
-        rank that receives most, if there are more than M, the rows of the rank that sends most. slow: for eager calls,
-        the slow-down of the host relative to the profile, or to `launch`. Raises NotMeasured if the profile lacks a
-        part."""
+        rank that receives most, if that number is larger than M, the rows of the rank that sends most. slow: for eager
+        calls, the slow-down of the host relative to the profile, or to `launch`. Raises NotMeasured if the profile
+        lacks a measurement."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
             cost = self.cost(op, plan)
@@ -69,8 +69,9 @@ class Predictor(Fits):
         return us
 
     def _eager_times(self, group: str) -> tuple[float, float]:
-        """Return, for a family (all fused plans form one), the us by which an eager call takes longer than a captured
-        call, and the host's us for a launch, for which the shortest measured eager call is an upper bound."""
+        """Return two times in us for a family (all fused plans form one): the difference between an eager call and a
+        captured call, and the host's time for a launch, for which the shortest measured eager call is an upper
+        bound."""
         calls = [
             (r, cost.launches(plan, self.world))
             for r in self.profile.calls
@@ -82,11 +83,11 @@ class Predictor(Fits):
         eager = [(r, launches) for r, launches in calls if r.mode == "eager"]
         host = min((r.us / launches for r, launches in eager), default=0.0)
         gpu_bound = [r for r, launches in eager if identity(r) in graph and r.us > GPU_BOUND * host * launches]
-        differences = [r.us - graph[identity(r)] for r in gpu_bound]  # in these calls GPU time hides host time
+        differences = [r.us - graph[identity(r)] for r in gpu_bound]  # in these calls the GPU hides the host
         return max(min(differences, default=0.0), 0.0), host
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
-        """Return `time` in a CUDA graph without the correction by measured calls."""
+        """Return `time` in a CUDA graph, without the correction by measured calls."""
         if op not in REGISTRY or not REGISTRY[op].collective:
             raise ValueError(f"{op!r} is not one of {sorted(collectives())}")
         if self.world == 1:
@@ -95,7 +96,7 @@ class Predictor(Fits):
         return self.cost(op, plan).us(self, call, plan, self.parameters(op, plan))
 
     def signaled_parts(self, op: str, plan: Signaled, m: int, n: int, k: int) -> SignaledParts:
-        """Return the times of parts that the accumulate rule combines."""
+        """Return the times of the parts that the accumulate rule combines."""
         cost = self.cost(op, plan)
         assert isinstance(cost, SignaledCost)
         return cost.parts(self, REGISTRY[op].gemm_call(m, n, k), plan, self.parameters(op, plan))

@@ -1,4 +1,4 @@
-"""`weft.prepare`: call every size that has its own plan in advance, so that no user's request waits for compilation."""
+"""`weft.prepare` calls every size that has its own plan in advance, so that no user's request waits for compilation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .search import near
 
 
 def sizes(rows: int, multiple: int, world: int) -> list[int]:
-    """Return multiples of `multiple` up to `rows`, in descending order: the two largest for each plan. If the largest
-    has shards of whole tiles, the second may not, and then needs a separately compiled kernel."""
+    """Return multiples of `multiple` up to `rows`, in descending order: the two largest multiples for each plan. If the
+    largest multiple has shards of whole tiles, the second one may not, and then needs a separately compiled kernel."""
     by_planned_size: dict[int, list[int]] = {}
     for m in range(rows // multiple * multiple, 0, -multiple):
         by_planned_size.setdefault(near(m, world), []).append(m)
@@ -23,7 +23,8 @@ def sizes(rows: int, multiple: int, world: int) -> list[int]:
 
 def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = None, world: World) -> None:
     """Call `call` once for every size that has its own plan, so that later calls compile no kernel and search for no
-    plan. The function is collective, runs outside CUDA graphs, and waits for the GPU. Rank 0 shows progress on stderr.
+    plan. The function is collective, must be called outside CUDA graphs, and waits for the GPU. Rank 0 shows progress
+    on stderr.
 
         weft.prepare(lambda m: weft.matmul_all_reduce(x[:m], w, world=world), 8192, world=world)
 

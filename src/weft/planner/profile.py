@@ -1,11 +1,12 @@
-"""A profile: the measurements of one machine, and the file that stores them. The predictor computes with these numbers
-(`predict.py`).
+"""A profile contains the measurements of one machine, and is stored in a file. The predictor computes with these
+numbers (`predict.py`).
 
-`weft tune` makes a profile. A profile contains only measurements, no conclusions: times of library GEMMs, of waves of
-Triton tiles, of collectives and copies by size, how much a GEMM and a transfer slow each other down, and some calls of
-whole ops. Its file is JSON with one measurement per line, in the user's cache directory, one file for each machine (GPU
-model, number of ranks, link, versions of torch, Triton and NCCL). Profiles that ship with weft are
-`profiles/<gpu>-x<ranks>.json`. A profile that `weft tune` has not finished is valid; the next run continues it.
+`weft tune` makes a profile. A profile contains only measurements and no conclusions: times of library GEMMs, of waves
+of Triton tiles, and of collectives and copies by size; the factors by which a GEMM and a transfer slow each other down;
+and some calls of whole ops. The file of a profile is JSON with one measurement per line, in the user's cache directory.
+There is one file for each machine (GPU model, number of ranks, link, versions of torch, Triton and NCCL). Profiles that
+ship with weft are `profiles/<gpu>-x<ranks>.json`. A profile that `weft tune` has not finished is valid; the next run
+continues it.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ FORMAT = 3  # version of the file, which includes the format of the plans in it
 
 
 class ProfileError(WeftError):
-    """A profile cannot be used; the message names it and the reason."""
+    """A profile cannot be used. The message names the profile and the reason."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The machine that a profile is valid for. link: "nvlink18" (18 links a GPU), "pcie", "network" if ranks span
+    """The machine for which a profile is valid. link: "nvlink18" (18 links a GPU), "pcie", "network" if ranks span
     hosts."""
 
     gpu: str
@@ -57,7 +58,7 @@ class Hardware:
         return f"{self.gpu}-x{self.world}"
 
     def differences(self, measured: Hardware) -> list[str]:
-        """Return, in words, the fields where a profile's machine, `measured`, differs from this machine."""
+        """Return, in words, the fields in which a profile's machine, `measured`, differs from this machine."""
         pairs = [(f.name, getattr(self, f.name), getattr(measured, f.name)) for f in fields(self)]
         return [
             f"{name} {measured_value}, here {value}" for name, value, measured_value in pairs if value != measured_value
@@ -76,7 +77,7 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Wave:
-    """The time, in us per call, of a persistent Triton GEMM of `tiles` tiles over `programs` programs, with per_sm
+    """The time, in us per call, of a persistent Triton GEMM with `tiles` tiles on `programs` programs, with per_sm
     programs on each SM that they use."""
 
     block_m: int
@@ -93,7 +94,7 @@ class Wave:
 
 @dataclass(frozen=True)
 class Latency:
-    """us of one operation of one size.
+    """The time, in us, of one operation of one size.
 
     operation:
         "all_gather", "reduce_scatter", "all_reduce", "all_to_all": bytes of the whole tensor (gathered, unreduced,
@@ -170,7 +171,8 @@ class Profile:
             yield from getattr(self, name)
 
     def __add__(self, rows: Iterable[Measurement]) -> Profile:
-        """Return this profile with further measurements, which replace earlier ones with the same `identity`."""
+        """Return this profile with further measurements, which replace earlier measurements with the same
+        `identity`."""
         measured = {identity(row): row for row in (*self.rows(), *rows)}
         sections: dict[str, Any] = {
             name: tuple(row for row in measured.values() if type(row) is cls) for name, (cls, _) in SECTIONS.items()
@@ -178,7 +180,7 @@ class Profile:
         return replace(self, **sections)
 
     def constant(self, operation: str) -> float | None:
-        """Return the us of an operation that has no size, or None."""
+        """Return the time, in us, of an operation that has no size, or None."""
         return next((x.us for x in self.latencies if x.operation == operation), None)
 
     def to_json(self) -> str:
@@ -212,7 +214,7 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-# For each field of a Profile that holds measurements, the class of the measurements and the key in the file.
+# For each field of a Profile that contains measurements, the class of the measurements and the key in the file.
 SECTIONS: dict[str, tuple[type, str]] = {
     "gemms": (Gemm, "gemms"),
     "waves": (Wave, "waves"),
@@ -221,7 +223,7 @@ SECTIONS: dict[str, tuple[type, str]] = {
     "used_ctas": (UsedCtas, "takes"),
     "calls": (TimedCall, "ran"),
 }
-_RESULTS = {"us", "gemm", "transfer", "used"}  # fields that hold a result; the others identify the measurement
+_RESULTS = {"us", "gemm", "transfer", "used"}  # fields that contain a result; the other fields identify the measurement
 
 
 def identity(row: Measurement) -> tuple:
@@ -230,8 +232,8 @@ def identity(row: Measurement) -> tuple:
 
 
 def _check(profile: Profile) -> None:
-    """Raise ValueError for rows that no measurement can produce, since a prediction would fail with them later, in a
-    call of an op."""
+    """Raise ValueError for rows that no measurement can produce, because a prediction that uses them would fail later,
+    in a call of an op."""
     sms, seen = profile.machine.sms, set()
     for row in (profile.machine, *profile.rows()):
         for name, value in vars(row).items():
@@ -291,8 +293,8 @@ def _plain(version: str) -> str:
 
 
 def cache_path(machine: Hardware) -> Path | None:
-    """Return the file where `weft tune` stores this machine's profile, $XDG_CACHE_HOME/weft/profiles/.. on Linux; None
-    if platformdirs is not installed, as in a source tree with torch and Triton alone."""
+    """Return the file in which `weft tune` stores this machine's profile, $XDG_CACHE_HOME/weft/profiles/.. on Linux.
+    Return None if platformdirs is not installed, as in a source tree with only torch and Triton."""
     try:
         from platformdirs import user_cache_dir
     except ModuleNotFoundError:
@@ -315,8 +317,7 @@ def names() -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Return whether the file exists. Raises ProfileError if that cannot be determined, as in another user's
-    directory."""
+    """Return whether the file exists. Raises ProfileError if the file is missing, unreadable or not a profile."""
     try:
         return path.exists()
     except OSError as e:
@@ -340,8 +341,8 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def find(machine: Hardware) -> Profile | None:
-    """Return the cached profile of exactly this machine, else the shipped profile of its GPU, number of GPUs and link;
-    None if neither exists. Raises ProfileError if the file cannot be used."""
+    """Return the cached profile of exactly this machine, or otherwise the shipped profile of its GPU, number of GPUs
+    and link; None if neither exists. Raises ProfileError if the file cannot be used."""
     path = cache_path(machine)
     if path is not None and exists(path):
         profile = read(path)
@@ -365,7 +366,7 @@ def nearest_machine(machine: Hardware) -> Profile | None:
 
 
 def _link(device: torch.device, gpus: int) -> str:
-    """Return how this GPU is connected, from NVML: "nvlink" and its number of active links, "pcie", "none" or
+    """Return the kind of this GPU's link, from NVML: "nvlink" and its number of active links, "pcie", "none" or
     "unknown"."""
     if gpus < 2:
         return "none"

@@ -1,4 +1,4 @@
-"""This module finds the best plan for a shape without running any plan: the models of the op (`Op.costs`) name the
+"""This module finds the best plan for a shape without running any plan. The models of the op (`Op.costs`) list the
 candidates, and the predictor predicts their times.
 
 An overlapped plan is chosen only if it is predicted faster than sequential by more than `gain`.
@@ -74,16 +74,18 @@ class Decision:
 
 
 def gain(mode: str) -> float:
-    """Return how many times as fast as sequential a plan must be predicted to be. Eager calls need EAGER_GAIN: plans
-    predicted to win by less lost as often as they won (2 H200, 2026-11), since host time varies from call to call."""
+    """Return the speedup over sequential that a plan must be predicted to have. Eager calls need EAGER_GAIN: plans with
+    a smaller predicted gain were slower as often as faster (2 H200, 2026-11), because host time varies between
+    calls."""
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
 def host_overhead_factor(launches: int, mode: str) -> float:
-    """Return the factor by which the host is assumed to be slower than in the profile when an eager plan must be
-    predicted to win. The profile has the shortest call, and hosts are often slower: 53 us in the profile, 61 to 147 us
-    in two runs (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). A slower host delays plans of few
-    launches as much as sequential; a plan on several streams makes three times as many launches, and must still win."""
+    """Return the factor by which the host is assumed to be slower than in the profile; an eager plan must be predicted
+    to be faster even on such a host. The profile contains the shortest call, and hosts are often slower: 53 us in the
+    profile, 61 to 147 us in two runs (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). A slower
+    host delays plans with few launches as much as sequential. A plan on several streams makes three times as many
+    launches, and must still be faster."""
     return SLOW_HOST if mode == "eager" and launches > 1 else 1.0
 
 
@@ -106,7 +108,7 @@ def candidates(
     movable: bool | None = None,
     limits: bool = True,
 ) -> list[Plan]:
-    """Return the plans whose times are worth predicting; the models of the op's plans name them.
+    """Return the plans whose times are worth predicting; the cost models of the op's plans list these plans.
 
     even, movable, limits: as for `Conditions`; movable None: depends on M (`Op.movable`).
     """
@@ -122,13 +124,13 @@ def candidates(
 
 def near(m: int, world: int) -> int:
     """Return m rounded up to a grid of 16 steps per octave; the plan of `m` is chosen for the returned M. Rounding down
-    could remove a wave, and a plan for fewer waves would leave the last tiles to a wave of their own."""
+    could remove a wave, and a plan for fewer waves would need a separate wave for the last tiles."""
     rounded = bucket(m, 16)
     return rounded if m % world else -(-rounded // world) * world
 
 
 class Planner:
-    """Chooses plans with the predictor of one profile, and remembers the choices."""
+    """Choose plans with the predictor of one profile, and store the choices."""
 
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
@@ -149,9 +151,9 @@ class Planner:
         movable: bool | None = None,
         limits: bool = True,
     ) -> Decision:
-        """Return the fastest of the candidates that are predicted faster than sequential by more than `gain`, on a host
-        that is slower by their `host_overhead_factor`; else sequential. Raises NotMeasured if the profile lacks even
-        the sequential time."""
+        """Return the fastest of the candidates that are predicted to be faster than sequential by more than `gain`, on
+        a host that is slower by their `host_overhead_factor`. Return sequential if there is none. Raises NotMeasured if
+        the profile lacks even the sequential time."""
         p, options = self.predictor, []
         for plan in candidates(p, op, m, n, k, even, received, movable, limits):
             try:
@@ -169,17 +171,17 @@ class Planner:
     def _wins(
         self, op: str, plan: Plan, m: int, n: int, k: int, mode: str, sequential: float, received: int | None = None
     ) -> bool:
-        """Return whether a plan is predicted faster than sequential, which takes `sequential` us, by more than `gain`.
-        Raises NotMeasured."""
+        """Return whether a plan is predicted to be faster than sequential, whose time is `sequential` us, by more than
+        `gain`. Raises NotMeasured."""
         p = self.predictor
         launches = p.cost(op, plan).launches(plan, p.world)
         us = p.time(op, plan, m, n, k, mode, received, host_overhead_factor(launches, mode))
         return sequential > gain(mode) * us
 
     def _sum(self, nbytes: int, passes: float = 0.0) -> Plan:
-        """Return the fastest plan of an all-reduce of `nbytes` bytes alone: NCCL's, or a low-latency plan. passes:
-        bytes that the kernels after NCCL's read and write, over `nbytes`; a low-latency plan includes their work.
-        Raises NotMeasured."""
+        """Return the fastest plan of an all-reduce of `nbytes` bytes alone: NCCL's, or a low-latency plan. passes: the
+        bytes that the kernels after NCCL's read and write, divided by `nbytes`; a low-latency plan includes the work of
+        these kernels. Raises NotMeasured."""
         p = self.predictor
         library = p.latency("all_reduce", nbytes) + p.optional("local", passes * nbytes)
         times = p.low_latency_times("all_reduce", nbytes)
@@ -187,9 +189,10 @@ class Planner:
         return best if best in times and library > GAIN * times[best] else Sequential()
 
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
-        """Return the plan that "auto" runs: the plan of `near(m)`, so that serving, where M changes with every batch,
-        searches a few hundred times and not once for every M; sequential if that plan is not predicted faster than
-        sequential at M itself. Every rank gets the same plan, independent of earlier choices. Raises NotMeasured."""
+        """Return the plan that "auto" runs. The plan is that of `near(m)`, so serving, where M changes with every
+        batch, searches a few hundred times and not once for every M. The plan is sequential if that plan is not
+        predicted to be faster than sequential at M itself. Every rank receives the same plan, independent of earlier
+        choices. Raises NotMeasured."""
         p, planned_m = self.predictor, near(m, self.predictor.world)
         movable = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan

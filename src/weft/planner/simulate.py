@@ -1,7 +1,7 @@
 """Predicted times of ops and layers on machines that were not measured: other links, fewer GPUs, many nodes.
 
-The profile of a real machine is scaled to a topology, and the same predictor works with it. GEMMs, tiles and slow-downs
-stay as measured, since the GPUs are the profile's. Times of transfers are scaled:
+The profile of a real machine is scaled to a topology, and the same predictor uses the scaled profile. GEMMs, tiles and
+slow-downs stay as measured, because the GPUs are those of the profile. Times of transfers are scaled:
 
     bytes      the whole tensor crosses every boundary of a level (a ring through all links of the boundary at once), so
                the slowest boundary sets the rate; the library's share of a link's nominal rate, by size, is the
@@ -11,9 +11,10 @@ stay as measured, since the GPUs are the profile's. Times of transfers are scale
     pulling    programs that read peers keep their measured rate, but are no faster than a copy engine on a slower link
 
 Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Topologies
-of several levels allow plans by NCCL's collectives (sequential, decomposed all-reduce, signaled), and topologies of two
-levels also the two-level plans, if GPUs of the inner level address each other's memory. NCCL's collectives over all
-ranks follow the first rule: all network cards of a node together carry the whole tensor once, as NCCL's rings do.
+of several levels allow plans with NCCL's collectives (sequential, decomposed all-reduce, signaled). Topologies of two
+levels also allow the two-level plans, if GPUs of the inner level can address each other's memory. NCCL's collectives
+over all ranks follow the first rule: all network cards of a node together carry the whole tensor once, as NCCL's rings
+do.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}
 
 @dataclass(frozen=True)
 class Level:
-    """A level of `count` GPUs, or of `count` groups of the level below. latency_us: latency of one message. gbs: GB/s
-    of a GPU in one direction."""
+    """A level of `count` GPUs, or of `count` groups of the level below. latency_us: the latency of one message. gbs:
+    GB/s of a GPU in one direction."""
 
     count: int
     latency_us: float
@@ -51,8 +52,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """The levels of a machine, the innermost first. The number of GPUs is the product of the levels' counts.
-    peer_access: GPUs of the innermost level address each other's memory."""
+    """The levels of a machine, starting with the innermost. The number of GPUs is the product of the levels' counts.
+    peer_access: GPUs of the innermost level can address each other's memory."""
 
     name: str
     levels: tuple[Level, ...]
@@ -72,7 +73,8 @@ class Topology:
         return self.peer_access and all(x.count == 1 for x in self.levels[1:])
 
     def resized(self, gpus: int) -> Topology:
-        """Return a topology of `gpus` GPUs with the same links: inner levels are filled first, the outermost grows."""
+        """Return a topology of `gpus` GPUs with the same links: inner levels are filled first, and the outermost level
+        grows."""
         counts, left = [], gpus
         for x in self.levels[:-1]:
             counts.append(math.gcd(x.count, left))
@@ -82,8 +84,8 @@ class Topology:
         return replace(self, levels=levels)
 
     def rate(self) -> float:
-        """Return the GB/s of a GPU in a ring through all GPUs. The slowest boundary sets it; all GPUs inside a boundary
-        share its links."""
+        """Return the rate, in GB/s, of a GPU in a ring through all GPUs. The slowest boundary determines the rate; all
+        GPUs inside a boundary share its links."""
         inside, rates = 1, []
         for x in self.levels:
             if x.count > 1:
@@ -100,7 +102,7 @@ class Topology:
 
 
 # Rates are the makers' figures: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), and a GPU has 18;
-# PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies are
+# PCIe 5 x16 carries 64 GB/s, PCIe 4 x16 32 GB/s, a 400 Gb/s network card 50 GB/s, one for each GPU. The latencies are
 # typical orders of magnitude.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
     """Return the topology of one node whose GPUs each have `links` NVLink 4 links to a switch."""
@@ -114,7 +116,8 @@ def pcie(gpus: int = 8, generation: int = 5) -> Topology:
 
 def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
     """Return the topology of nodes of GPUs with NVLink, connected by a network of `gbs` GB/s per GPU in each direction.
-    Fewer GPUs than `per_node` are one smaller node. Raises ValueError if `gpus` is not a multiple of `per_node`."""
+    If there are fewer GPUs than `per_node`, they form one smaller node. Raises ValueError if `gpus` is not a multiple
+    of `per_node`."""
     per_node = min(per_node, gpus)
     if per_node < 1 or gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}")
@@ -125,8 +128,8 @@ def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
 
 
 class ScaledPredictor(Predictor):
-    """A predictor of a topology that was not measured. It scales the times of transfers, and keeps the measured
-    predictor's fitted parameters."""
+    """A predictor of a topology that was not measured. The predictor scales the times of transfers, and keeps the
+    fitted parameters of the measured predictor."""
 
     def __init__(self, measured: Predictor, topology: Topology, measured_on: Topology) -> None:
         self.measured, self.topology = measured, topology
@@ -163,8 +166,8 @@ class ScaledPredictor(Predictor):
 
 
 def _over_nodes(measured: Predictor, node: Level, network: Level, measured_on: Topology) -> OverNodes:
-    """Return the times of two levels: a node is a topology of its own, a transfer over the network takes as long as
-    between a pair of GPUs, and an all-reduce as long as over one GPU per node."""
+    """Return the times of two levels: a node is a separate topology, a transfer over the network takes as long as
+    between a pair of GPUs, and an all-reduce takes as long as over one GPU per node."""
     inside = Planner(ScaledPredictor(measured, Topology("a node", (node,)), measured_on))
     across = ScaledPredictor(measured, Topology("a GPU a node", (network,), peer_access=False), measured_on)
     pair = ScaledPredictor(measured, Topology("a pair", (replace(network, count=2),), peer_access=False), measured_on)
@@ -186,8 +189,9 @@ def _over_nodes(measured: Predictor, node: Level, network: Level, measured_on: T
 
 
 def over_nodes(profile: Profile, nodes: int) -> Topology:
-    """Return `nodes` nodes like the profile's machine, joined by the link that `weft tune` measured between nodes, with
-    the shortest message's us and the longest message's rate. Raises NotMeasured if the profile lacks this link."""
+    """Return a topology of `nodes` nodes like the profile's machine, connected by the link that `weft tune` measured
+    between nodes. The link has the latency of the shortest message and the rate of the longest message. Raises
+    NotMeasured if the profile lacks this link."""
     sends = {x.nbytes: x.us for x in profile.latencies if x.operation == SEND_TO_NODE}
     if len(sends) < 2:
         raise NotMeasured(f"the link between nodes was not measured on {profile.machine.name}")
@@ -247,8 +251,8 @@ def calls_of(workload: str, size: tuple[int, int, int], gpus: int) -> list[Simul
 
 @dataclass(frozen=True)
 class Simulated:
-    """The predictions for one size: the us of the fastest plans, of sequential plans, and of GEMMs and of transfers
-    alone."""
+    """The predictions for one size: the times, in us, of the fastest plans, of sequential plans, and of GEMMs and of
+    transfers alone."""
 
     size: tuple[int, int, int]
     us: float
@@ -264,7 +268,7 @@ class Simulated:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of `simulate`; `print` it, or `plot` it."""
+    """The result of `simulate`, which can be printed (`print`) or drawn (`plot`)."""
 
     topology: Topology
     workload: str
@@ -319,7 +323,7 @@ def simulate(
         sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the
             GPUs.
         profile: as in `weft.explain`. Default: this machine's.
-        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe
+        measured_on: the links of the profile's machine. Default: NVLink with as many links as in the profile, or PCIe
             5.
         eight_bits: operands of GEMMs have 8 bits, sums and results 16. No profile has 8-bit rates: an 8-bit GEMM is
             assumed to be as fast as a 16-bit GEMM of half K, whose rows have as many bytes. The Simulation prints this.
@@ -328,7 +332,7 @@ def simulate(
         A Simulation.
 
     Raises:
-        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that this needs.
+        ProfileError: there is no profile, it cannot be used, or it lacks a measurement that the simulation needs.
         TypeError: `topology` is not a Topology.
         ValueError: the workload is unknown, an entry of `sizes` is not three positive integers, or `measured_on`
             and the profile have different numbers of GPUs.

@@ -15,15 +15,15 @@ from .predict import Predictor
 from .profile import Profile
 from .search import Planner, brief
 
-H, INNER_SIZE = 8192, 28672  # hidden and inner size of Llama-70B
+H, INNER_SIZE = 8192, 28672  # hidden and intermediate sizes of Llama-70B
 TOKENS = (128, 512, 1024, 2048, 4096, 8192, 16384)
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The predicted us of one operator in a CUDA graph, for the sequential plan (cuBLAS and NCCL) and for the plan that
-    "auto" chooses."""
+    """The predicted time, in us, of one operator in a CUDA graph, for the sequential plan (cuBLAS and NCCL) and for the
+    plan that "auto" chooses."""
 
     op: str
     tokens: int
@@ -38,7 +38,7 @@ class Gain:
 
 def gains(profile: Profile) -> list[Gain]:
     """Return the predictions for Llama-70B's MLP, split over the profile's GPUs. Sizes for which the profile lacks
-    measurements are left out."""
+    measurements are omitted."""
     planner, gpus = Planner(Predictor(profile)), profile.machine.world
     gains = []
     for op in map(op_around, COLLECTIVES):

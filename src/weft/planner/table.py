@@ -1,9 +1,9 @@
-"""The measured plans: the fastest one for each measured shape, by GPU model and way of launching.
+"""The measured plans: the fastest plan for each measured shape, by GPU model and launch mode.
 
-`bench/pages/table.py` makes `tables/<gpu>.json` from the results of `bench/measure/run.py --tune`. A row has the op,
-world, M, N, K (N and K of the GEMM on one rank, M of all ranks), mode ("graph": captured in a CUDA graph, "eager"), the
-fastest plan and its speedup over cuBLAS + NCCL. The speedup is the one that the benchmark confirmed, or the speedup of
-the tuning run, reduced by the amount by which tuning runs overstated other speedups.
+`bench/pages/table.py` generates `tables/<gpu>.json` from the results of `bench/measure/run.py --tune`. A row has the
+op, world, M, N, K (N and K of the GEMM on one rank, M of all ranks), mode ("graph": captured in a CUDA graph, "eager"),
+the fastest plan and its speedup over cuBLAS + NCCL. The speedup is either the one that the benchmark confirmed, or the
+speedup of the tuning run, reduced by the amount by which tuning runs overstated other speedups.
 
 Rows of the op DECODER, from `bench/measure/decoder.py --tune`, contain the fastest way to run a decoder's layers from M
 tokens on; N and K are the decoder's hidden and intermediate size (`nn.weave.Table`).
@@ -70,8 +70,8 @@ def layers(gpu: str, world: int, hidden: int, intermediate: int) -> list[StoredR
 
 
 def gpu_of(world: World) -> str:
-    """Return the GPU model whose measured plans this World uses: its own model, or a different model for ranks that
-    share a GPU without measured plans."""
+    """Return the GPU model whose measured plans this World uses: its own model or, for ranks that share a GPU without
+    measured plans, a different model."""
     gpu = gpu_model(world.device)
     return gpu if load(gpu) or not world.backend.shares_gpu else next(iter(models()), gpu)
 
@@ -86,8 +86,8 @@ _learned: list[Measured] = []
 
 
 def learn(rows: list[Measured]) -> None:
-    """Add rows measured in this process; they take precedence over shipped rows of the same shape. Every rank must add
-    the same rows."""
+    """Add rows measured in this process. The added rows have precedence over shipped rows for the same shape. Every
+    rank must add the same rows."""
     _learned[:0] = rows
     Op.table_version += 1
     exact.cache_clear()
@@ -103,13 +103,14 @@ def gpu_model(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=65536)
 def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan | None:
-    """Return the plan in the row of exactly this shape, Sequential if no plan was faster there, None without a row."""
+    """Return the plan in the row for exactly this shape, Sequential if no plan was faster there, or None without a
+    row."""
     measured = row(gpu, op, world, m, n, k, mode)
     return None if measured is None else measured.plan if measured.speedup >= GAIN else Sequential()
 
 
 def row(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Measured | None:
-    """Return the row of exactly this shape, or None. Eager calls also use the rows of an op that was measured only in
+    """Return the row for exactly this shape, or None. Eager calls also use the rows of an op that was measured only in
     graphs, because the op's plan is one launch instead of several."""
     rows = [r for r in (*_learned, *load(gpu)) if r.op == op]
     modes = (mode, *({"graph"} if all(r.mode == "graph" for r in rows) else ()))

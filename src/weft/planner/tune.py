@@ -1,10 +1,11 @@
-"""`weft tune`: make the measurements of a profile and store them (`planner/profile.py`).
+"""`weft tune` makes the measurements of a profile and stores them (`planner/profile.py`).
 
-The probes form a list, the most important first; each returns one or a few measurements. Before each probe the ranks
-check together that there is time left; after it rank 0 adds the measurements to the file. A run skips probes that have
-their measurements in the file, so it continues a run that was stopped. A run reports and skips a probe that fails.
+The probes form a list that starts with the most important ones; each probe returns one or a few measurements. Before
+each probe, the ranks check together that time is left. After the probe, rank 0 adds the measurements to the file. A run
+skips probes whose measurements are in the file, so it continues a run that was stopped. A run reports and skips a probe
+that fails.
 
-Calls are captured in a CUDA graph and replayed back to back: ops are meant to run in graphs, and a GPU that idles
+Calls are captured in a CUDA graph and replayed back to back. Ops are meant to run in graphs, and a GPU that idles
 between probes would run at clocks that it cannot sustain. A result is the slowest rank's median over replays.
 
     weft tune                                                     on all GPUs of this machine
@@ -47,7 +48,8 @@ SAVE_EVERY = 3.0  # seconds between two writes of the file
 
 
 def probes_of(b: Bench) -> Iterator[Probe]:
-    """Yield all probes, the most important first; for ranks on several nodes the probes of the link between nodes."""
+    """Yield all probes, starting with the most important ones. For ranks on several nodes, yield only the probes of the
+    link between nodes."""
     coarse, rest = b.sizes.nbytes
     if b.world.multi_node_unsupported is not None:
         yield from moves.sends(b, (*coarse, *rest))
@@ -99,7 +101,7 @@ def check(b: Bench) -> list[Measurement]:
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
-Progress = Callable[[int, int, str], None]  # (probes done, all probes, the next probe's name)
+Progress = Callable[[int, int, str], None]  # (number of finished probes, number of all probes, name of the next probe)
 
 
 def measure(
@@ -110,8 +112,8 @@ def measure(
     save: Callable[[Profile], None],
     report: Progress,
 ) -> Profile:
-    """Return `profile` with the measurements that the probes made in about `seconds`. Rank 0 saves it every few
-    seconds. Collective. Raises Timeout if a rank has ended."""
+    """Return `profile` with the measurements that the probes made in about `seconds`. Rank 0 saves the profile every
+    few seconds. Collective. Raises Timeout if a rank has ended."""
     start = saved_at = time.monotonic()
     measured = {identity(row) for row in profile.rows()}
     remaining = []
@@ -173,11 +175,11 @@ def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
 
 
 def run(world: World, seconds: float, out: Path | None, report: Progress, again: bool = False) -> tuple[str, int, int]:
-    """Measure this machine into `out`, by default the file where weft looks for its profile. again: measure everything,
-    and replace the file. On several equal nodes only the link between nodes is measured, into the profile of one node.
-    Collective.
+    """Measure this machine and store the profile in `out`, by default the file in which weft looks for its profile.
+    again: measure everything, and replace the file. On several equal nodes, only the link between nodes is measured and
+    added to the profile of one node. Collective.
 
-    Returns the file, the number of measurements in it, and the number of all measurements. Raises ProfileError for a
+    Return the file, the number of measurements in it, and the number of all measurements. Raises ProfileError for a
     file that cannot be continued, for nodes that differ, and for ranks that share a GPU.
     """
     if world.multi_node_unsupported and world.backend.two_level_unsupported:

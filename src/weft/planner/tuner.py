@@ -1,4 +1,4 @@
-"""The timer of `weft tune`, which replays one call back to back from a graph, with all ranks at once."""
+"""The timer of `weft tune` replays one call back to back from a graph, on all ranks at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..backends.base import Stream
 from ..timing import Events, behind_host, captured, length, repeated, span
 from ..world import World
 
-GRAPH_US = 3000.0  # the us that a captured graph runs; a graph has at most BATCH calls
+GRAPH_US = 3000.0  # the time, in us, for which a captured graph runs; a graph has at most BATCH calls
 BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # graphs shorter than GRAPH_US are replayed up to MOST_REPLAYS times
 
 Timed = Callable[[int], Events]  # a function that submits this number of calls and returns the events around them
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 def exchanged(world: World, step: str, value: R) -> list[R]:
-    """Return every rank's value. Raises RuntimeError if another rank is at a different step, because it failed."""
+    """Return every rank's value. Raises RuntimeError if another rank is at a different step because it failed."""
     values = world.exchange((step, value))
     if any(t[0] != step for t in values):
         raise RuntimeError("another rank failed")
@@ -31,13 +31,13 @@ class Timer(Protocol):
     """A timer that returns the slowest rank's time in us. All methods are collective."""
 
     def graph(self, fn: Callable[[], object]) -> float:
-        """Return the time of a call of fn, captured and replayed back to back."""
+        """Return the time of one call of fn when calls are captured and replayed back to back."""
 
     def eager(self, fn: Callable[[], object]) -> float:
-        """Return the time of a call of fn, launched back to back."""
+        """Return the time of one call of fn when calls are launched back to back."""
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Return the time of fn while transfer(stream) runs divided by its time alone, and the same ratio for the
+        """Return the time of fn while transfer(stream) runs, divided by its time alone, and the same ratio for the
         transfer."""
 
 
@@ -56,7 +56,7 @@ class CudaTimer:
         self.world.all_reduce(self.word, self.world.current_stream())
 
     def _once(self, fn: Callable[[], object]) -> float:
-        """Return the approximate us of a call, after a warm-up call."""
+        """Return the approximate time of a call in us, after a warm-up call."""
         fn()
         self._rendezvous()
         two = span(repeated(fn, 2))
@@ -84,8 +84,8 @@ class CudaTimer:
             return self._slowest(statistics.median(map(length, spans)) / BATCH)
 
     def together(self, fn: Callable[[], object], transfer: Callable[[Stream], object]) -> tuple[float, float]:
-        """Time each function while the other runs. The measured function runs a third as long as the other, in the
-        middle of the other's run."""
+        """Time each function while the other one runs. The measured function runs a third as long as the other one, in
+        the middle of the other's run."""
         with torch.cuda.stream(self.stream):
             side = self.world.side_stream("tune")
 

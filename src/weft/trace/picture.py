@@ -47,7 +47,7 @@ WIDTH, DPI = 10, 180  # inches, dots per inch: at a page's 900 pixels the smalle
 LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
 NAMELESS, ROOM = 0.003, 0.05  # bars shorter than this part of the axis have no name; inches around a name
 FAINT = 0.5  # opacity of a wait
-_ARROWS = 60  # only this number of waits, the longest, have a line; more lines would hide the bars
+_ARROWS = 60  # the number of longest waits that have a line; more lines would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
 
 
@@ -124,7 +124,7 @@ def render(panels: Mapping[str, Sequence[Span]], *, unit: str, heading: str = ""
 
 
 def _page(rows: Sequence[dict[Lane, float]], matrix: bool) -> tuple[Figure, GridSpec]:
-    """Return an empty page for these panels: the more lanes a rank has, the lower they are."""
+    """Return an empty page for these panels: the more lanes a rank has, the smaller is their height."""
     most = max((n for row in rows for n in Counter(rank for rank, _ in row).values()), default=1)
     lane = min(0.24, max(0.145, 1.4 / most))  # inches
     heights = [(max(row.values()) + 2.5) * lane + 0.4 for row in rows] or [1.0]
@@ -252,8 +252,8 @@ def _compare(axes: Axes, end: float, first_end: float, unit: str) -> None:
 
 
 def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit: float) -> None:
-    """Name runs of bars where there is room, up to `limit`: at the bars, or above a rank's uppermost lane. Only one
-    program of a kernel is named."""
+    """Write the names of runs of bars where there is room up to `limit`, next to the bars or above a rank's uppermost
+    lane. Only one program of a kernel is named."""
     (zero, _), (one, _) = axes.transData.transform([(0, 0), (1, 0)])
     uppermost = {rank: min(y for (r, _), y in row.items() if r == rank) for rank, _ in row}
     named: set[tuple[int, str, str]] = set()

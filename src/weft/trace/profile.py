@@ -112,8 +112,8 @@ def _threads(event: TraceEvent) -> int:
 
 
 def _helps(event: TraceEvent, call: Sequence[TraceEvent]) -> bool:
-    """Return whether the event is the launch of `gemm_reduce` that sums tiles: of two overlapping launches, the one
-    with fewer threads sums tiles, and the other computes them."""
+    """Return whether the event is the launch of `gemm_reduce` that sums tiles: of two overlapping launches, the launch
+    with fewer threads sums tiles, and the other launch computes tiles."""
     lo, hi = event["ts"], event["ts"] + event["dur"]
     return _kernel(event) == "gemm_reduce" and any(
         _kernel(e) == "gemm_reduce" and e["ts"] < hi and lo < e["ts"] + e["dur"] and _threads(event) < _threads(e)

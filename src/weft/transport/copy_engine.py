@@ -57,12 +57,12 @@ class ShardPulls:
         return [self.world.empty(shape, dtype) for shape, dtype in self._full]
 
     def shared(self) -> list[torch.Tensor]:
-        """Return tensors for the rows of all ranks in memory that later calls use again."""
+        """Return tensors for the rows of all ranks in memory that later calls reuse."""
         return [workspace(self.world, f"rows {i}", *spec).local for i, spec in enumerate(self._full)]
 
     def stage(self, tensors: TensorList, full: TensorList, stream: Stream) -> None:
         """Store this rank's shards where peers read them, and with `keep` in the full tensors. The stream `copies`
-        waits for the former."""
+        waits for the stores that peers read."""
         world, own_rows = self.world, slice(self.world.rank * self._rows, (self.world.rank + 1) * self._rows)
         world.order(self._holder, stream)
         for shard, t in zip(self._staged, tensors, strict=True):
@@ -255,8 +255,8 @@ def reduce_rows(
     count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
     second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
     staging = workspace(world, "staging", (splits, size, count, n), dtype)
-    # For each split this has the rows of each part, and the part's copies: `splits` pieces for each rank, with their
-    # destinations.
+    # For each split, `steps` contains the rows of each part and the copies of the part: `splits` pieces for each rank,
+    # with their destinations.
     steps = [
         [
             (

@@ -34,8 +34,8 @@ NO_GROUP = ProgramGroup(-1, 0, 0, 0)
 
 @dataclass(frozen=True)
 class Schedule:
-    """The order of groups and tiles. Group g has the tiles from bounds[g] to bounds[g + 1]. `arrivals` has the number
-    of programs that notify each group. `program_groups` has the groups of each program, in order.
+    """The order of groups and tiles. Group g contains the tiles from bounds[g] to bounds[g + 1]. `arrivals` contains
+    the number of programs that notify each group. `program_groups` contains the groups of each program, in order.
 
     The tiles of a group are stored in the order of their owners: tile t is at place first_tile + (t - first_tile) %
     owners * tiles_per_owner + (t - first_tile) // owners."""
@@ -46,7 +46,7 @@ class Schedule:
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
-    """Return the schedule of a GEMM of `tiles` tiles. `groups` has the number of waves of each group, as in
+    """Return the schedule of a GEMM of `tiles` tiles. `groups` contains the number of waves of each group, as in
     `Signaled.groups`. Tile t belongs to owner t % owners. A group consists of whole waves, except that its last tiles
     beyond a multiple of `unit` and `owners` join the next group."""
     ends, wave, unit = [0], 0, math.lcm(owners, unit)

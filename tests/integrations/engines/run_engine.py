@@ -1,7 +1,7 @@
-"""Engines of vLLM one after the other in one process, two CPU ranks each: `python run_engine.py OUT JOB..`, a job
-KIND:eager, KIND:compiled or KIND:woven (eager, with passes in two parts over whole layers). For each job, the JSON file
-OUT receives the tokens with the plugin, the tokens without it in the same engine (except for compiled jobs), and the
-plugin's report.
+"""Run engines of vLLM one after the other in one process, with two CPU ranks each. `python run_engine.py OUT JOB..`, a
+job KIND:eager, KIND:compiled or KIND:woven (eager, with passes in two parts over whole layers). For each job, the JSON
+file OUT receives the tokens with the plugin, the tokens without it in the same engine (except for compiled jobs), and
+the plugin's report.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "Llama": {}, "Qwen3": {}, "Qwen3Moe": EXPERTS, "LlamaFP8": WIDE, "LlamaFP8Block": WIDE,
 }  # fmt: skip
 EIGHT_BITS = dict(num_bits=8, type="float", symmetric=True)
-QUANTIZED: dict[str, dict[str, Any]] = {  # the kinds whose linears are of 8 bits, with the checkpoint's entry
+QUANTIZED: dict[str, dict[str, Any]] = {  # the kinds whose linears have 8-bit weights, with the checkpoint's entry
     "LlamaFP8": dict(
         quant_method="compressed-tensors", format="float-quantized", quantization_status="compressed", ignore=["lm_head"],
         config_groups=dict(group_0=dict(
@@ -37,7 +37,8 @@ QUANTIZED: dict[str, dict[str, Any]] = {  # the kinds whose linears are of 8 bit
     ),
 }  # fmt: skip
 PROMPTS = [[1, 5, 7, 9], list(range(3, 40)), [11] * 9]
-# Prompts come in chunks, the second begins as the first does, and the cache is too small for the requests of all four.
+# Prompts are processed in chunks, the second prompt begins like the first, and the cache is too small for all four
+# requests.
 CROWDED = dict(
     max_num_batched_tokens=24, enable_chunked_prefill=True, enable_prefix_caching=True, block_size=32, num_gpu_blocks_override=7
 )  # fmt: skip
@@ -45,7 +46,7 @@ CROWD = [list(range(3, 63)), [*range(3, 40), *range(63, 86)], [11] * 9, [*[1, 5,
 
 
 def checkpoint(kind: str, folder: str, dtype: str) -> str:
-    """Return a model of random weights that are large enough to matter."""
+    """Return a model with random weights that are large enough to affect the output."""
     import torch
     import transformers
 
@@ -71,7 +72,7 @@ def exact(kind: str, folder: str) -> str:
 
 
 def quantized_linears(model: Any, kind: str) -> dict[str, Any]:
-    """Return the weights and scales of the layers' linears, whose weights become the dequantized values."""
+    """Return the weights and scales of the layers' linears, and replace their weights by the dequantized values."""
     import torch
 
     tensors, block = {}, QUANTIZED[kind]["quant_method"] == "fp8"
@@ -125,12 +126,14 @@ def weave(worker: Any) -> None:
 
 
 def woven_batches(worker: Any) -> list[Any]:
-    """Return, for each woven pass, the numbers of tokens and requests, and whether the cut was between two requests."""
+    """Return, for each woven pass, the numbers of tokens and requests, and whether the split was between two
+    requests."""
     return worker.woven
 
 
 def tokens(llm: Any, prompts: list[list[int]]) -> list[list[tuple[int, float]]]:
-    """Return the tokens of each prompt's answer, and by how much each token's logit exceeded the second best."""
+    """Return the tokens of each prompt's answer, and the margin by which each token's logit exceeded the second
+    best."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)

@@ -1,5 +1,5 @@
-"""The plugin on vLLM's own classes and models, without an engine: the classes that it patches, and what it finds in
-a model."""
+"""The plugin on vLLM's own classes and models, without an engine. The tests cover the classes that the plugin patches,
+and the operators that it finds in a model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from weft.integrations.vllm.layers import Classes  # noqa: E402
 
 GELU = dict(hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=32)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Qwen3MoeForCausalLM": ("qwen3_moe", EXPERTS),  # first: only a mixture makes the groups of experts
+    "Qwen3MoeForCausalLM": ("qwen3_moe", EXPERTS),  # first, because only a mixture creates the groups of experts
     "LlamaForCausalLM": ("llama", {}),
     "MistralForCausalLM": ("mistral", {}),
     "Qwen2ForCausalLM": ("qwen2", {}),
@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Everywhere(Classes):
-    """A counter, on one rank, of the sums that several ranks would make."""
+    """A counter, on one rank, of the sums that several ranks would compute."""
 
     def reduces(self, module: Any) -> bool:
         return isinstance(module, self.runner) or (isinstance(module, self.row) and module.reduce_results)
@@ -104,7 +104,7 @@ def test_what_is_seen_in_a_model(architecture: str, sites: int, columns: int, by
     ],
 )
 def test_layers_that_communicate_by_themselves_are_named(module: str, layer: str, function: str) -> None:
-    """These are the families below vllm/models/ that can be imported without a GPU."""
+    """The test covers the families below vllm/models/ that can be imported without a GPU."""
     kind = getattr(importlib.import_module(f"vllm.models.{module}.nvidia.model"), layer)
     instance = kind.__new__(kind)
     torch.nn.Module.__init__(instance)
@@ -112,7 +112,7 @@ def test_layers_that_communicate_by_themselves_are_named(module: str, layer: str
 
 
 def test_an_fp8_linear_is_read_and_multiplied_as_vllm_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint is one of compressed-tensors."""
+    """The checkpoint comes from compressed-tensors."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     with configured("LlamaForCausalLM", tmp_path, quantization_config=QUANTIZED["LlamaFP8"]) as config:

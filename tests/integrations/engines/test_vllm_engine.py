@@ -36,7 +36,7 @@ def engines(folder: Path, *jobs: str, **variables: str) -> tuple[dict[str, Any],
 
 
 def alike(actual: list[Any], expected: list[Any], rounding: float) -> bool:
-    """Return whether answers agree up to a token whose logit was ahead by no more than rounding."""
+    """Return whether answers agree up to a token whose logit led by no more than rounding."""
     for actual_answer, expected_answer in zip(actual, expected, strict=True):
         for (token, _), (expected_token, ahead) in zip(actual_answer, expected_answer, strict=True):
             if token != expected_token:
@@ -48,7 +48,7 @@ def alike(actual: list[Any], expected: list[Any], rounding: float) -> bool:
 
 @pytest.mark.timeout(1000)
 def test_two_engines_of_one_process(tmp_path: Path) -> None:
-    """A dense model and one with experts give vLLM's own tokens; weft's operators sum over ranks, and each model
+    """A dense model and one with experts generate vLLM's own tokens. weft's operators sum over ranks, and each model
     logs one line."""
     results, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
     for name, rounding in (("Llama:eager", 1e-3), ("Qwen3Moe:eager", 0.1)):  # of float32, and of bfloat16
@@ -62,25 +62,25 @@ def test_two_engines_of_one_process(tmp_path: Path) -> None:
     assert "the sum of experts, residual and norm (2 times)" in experts
     assert all("row_norm_column: " in text and "calls decided, by sequential" in text for text in (dense, experts))
     assert all("leaves to vLLM" not in text for text in (dense, experts))
-    assert log.count("under vLLM") == 2, log  # of the first rank of each engine
+    assert log.count("under vLLM") == 2, log  # from the first rank of each engine
     assert "untried" not in log
 
 
 @pytest.mark.timeout(1000)
 def test_fp8_linears(tmp_path: Path) -> None:
-    """The linears are those of compressed-tensors: weft's product equals vLLM's, and is used only where it overlaps,
-    which is nowhere here."""
+    """The linears are those of compressed-tensors. weft's product equals vLLM's, and is used only if it overlaps with
+    communication, which never happens here."""
     results, _ = engines(tmp_path, "LlamaFP8:eager", WEFT_VLLM_FP8="1")
     report = results["LlamaFP8:eager"]["report"]
     assert "a row-parallel linear with its FP8 GEMM, residual and norm (4 times)" in report
     assert "the column-parallel FP8 GEMM after it (3 times)" in report and "leaves to vLLM" not in report
-    # Sums that bfloat16 rounds otherwise turn the rounding of some elements to e4m3.
+    # Sums that bfloat16 rounds differently change how some elements are rounded to e4m3.
     assert alike(results["LlamaFP8:eager"]["tokens"], results["LlamaFP8:eager"]["own"], 0.3), results
 
 
 @pytest.mark.timeout(1000)
 def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
-    """Both share vLLM's cache of compiled code; WEFT_VLLM=0 disables the plugin."""
+    """Both engines share vLLM's cache of compiled code; WEFT_VLLM=0 disables the plugin."""
     served, _ = engines(tmp_path, "Qwen3:compiled")
     assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
     unserved, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
@@ -90,8 +90,8 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1000)
 def test_passes_in_two_parts_over_whole_layers(tmp_path: Path) -> None:
-    """A dense model and one with experts run decode steps, prompts in chunks, cached prefixes and a preempted request,
-    in batches with several requests, one of which is cut."""
+    """A dense model and one with experts run decode steps, prompts in chunks, cached prefixes and a preempted request.
+    The batches contain several requests, one of which is split."""
     results, _ = engines(tmp_path, "Llama:woven", "Qwen3Moe:woven")
     for name, rounding in (("Llama:woven", 1e-3), ("Qwen3Moe:woven", 0.1)):
         job = results[name]

@@ -14,7 +14,7 @@ names:
     launches.py      kernel[grid](..)
 
 All tensors are CPU tensors of the emulator, whichever device the program names. As on a GPU, the host runs ahead of its
-streams: it waits only where it reads a value, or synchronises.
+streams. The host waits only when it reads a value or synchronises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MISSING = object()
 
 @contextmanager
 def patched() -> Iterator[None]:
-    """Replace the names of torch and Triton that ranks use by the emulator's, until the block ends."""
+    """Until the block ends, replace the names of torch and Triton that ranks use by the emulator's."""
     undo: list[tuple[object, str, object]] = []
     missing: list[str] = []
     try:
@@ -64,8 +64,8 @@ def patched() -> Iterator[None]:
 
 
 def as_rank(main: MainOfRank) -> Callable[[EmulatedBackend], object]:
-    """Return the function of one emulated rank that runs main(rank, world_size) and then waits for its streams. The
-    caller calls it inside `patched`."""
+    """Return a function that runs main(rank, world_size) on one emulated rank and then waits for the rank's streams.
+    The caller calls it inside `patched`."""
 
     @functools.wraps(main)
     def run(backend: EmulatedBackend) -> object:
@@ -81,7 +81,7 @@ def as_rank(main: MainOfRank) -> Callable[[EmulatedBackend], object]:
                 stack.enter_context(mode)
             try:
                 result = main(rank.rank, rank.size)
-            except SystemExit as e:  # if it propagated, the command would end with status 0
+            except SystemExit as e:  # if this exception propagated, the command would end with status 0
                 raise WeftError(f"rank {rank.rank} ended by sys.exit({e.code!r})") from e
             rank.synchronize()
             return result

@@ -21,7 +21,7 @@ _REDUCE: dict[str, Callable[[list[torch.Tensor]], torch.Tensor]] = {
     "MIN": lambda parts: torch.stack(parts).amin(0),
     "PRODUCT": lambda parts: torch.stack(parts).prod(0),
 }
-NCCL = "nccl"  # the side stream of asynchronous collectives
+NCCL = "nccl"  # the side stream for asynchronous collectives
 
 
 class Group:
@@ -64,8 +64,8 @@ def _collective(
     signature: tuple[object, ...] | None = None,
     sources: Sequence[int] | None = None,
 ) -> PendingCollective | None:
-    """Enqueue a collective of all ranks on the current stream, or, if it is asynchronous, on NCCL's stream. sources:
-    the ranks whose data this rank receives, by default all ranks; the rank does not wait for other ranks."""
+    """Enqueue a collective of all ranks on the current stream or, if it is asynchronous, on NCCL's stream. sources: the
+    ranks whose data this rank receives, by default all ranks. The rank waits only for these ranks."""
     if group not in (None, WORLD, dist.group.WORLD):
         raise Unsupported(f"{kind} of {group}: the emulator has one group, of all ranks")
     check_dense(kind, *reads, *writes)

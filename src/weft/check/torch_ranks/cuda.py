@@ -1,4 +1,4 @@
-"""torch.cuda on emulated ranks. Each rank has one GPU with streams, events, and graphs, which are lists of operations
+"""torch.cuda on emulated ranks. Each rank has one GPU with streams, events and graphs. A graph is a list of operations
 to replay."""
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stream:
 
 
 class Event:
-    """The replacement of torch.cuda.Event. Its times are virtual times of the emulator."""
+    """The replacement of torch.cuda.Event. The times of an event are virtual times of the emulator."""
 
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: object
@@ -158,7 +158,7 @@ def use_stream(stream: Stream | None) -> Iterator[None]:
 
 
 class device:
-    """torch.cuda.device: a rank has one GPU."""
+    """torch.cuda.device, for ranks that have one GPU each."""
 
     def __init__(self, which: object) -> None:
         set_device(which)
@@ -169,7 +169,7 @@ class device:
 
 
 def set_device(which: object) -> None:
-    """Check that a rank selects the GPU of its own number."""
+    """Check that a rank selects the GPU with its own number."""
     number = which if isinstance(which, int) else torch.device(str(which)).index
     if number is not None and number != rank_number():
         raise Unsupported(f"rank {rank_number()} uses GPU {number}: every emulated rank has the GPU of its own number")

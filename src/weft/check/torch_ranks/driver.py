@@ -1,5 +1,6 @@
-"""Words that streams store and wait for, by the driver's operations as `cuda.bindings.driver` names them. If that
-package is not installed, a module of the same name replaces it while `patched` lasts."""
+"""Words that streams store and for which they wait, through the driver's operations under their names in
+`cuda.bindings.driver`. If that package is not installed, a module of the same name replaces it while `patched`
+lasts."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def cuStreamWriteValue32(
 def cuStreamWaitValue32(
     stream: SupportsInt, address: SupportsInt, value: SupportsInt, flags: int = 0
 ) -> tuple[CUresult]:
-    """Enqueue a wait until a word has reached, equals, .. a value."""
+    """Enqueue a wait until a word has reached a value, equals it, and so on."""
     machine, where = current_rank().backend.machine, int(address) & ADDRESS
     reached, wanted = _REACHED[int(flags) & 3], int(value) & 0xFFFFFFFF
 
@@ -106,7 +107,7 @@ def modules() -> Iterator[tuple[str, ModuleType]]:
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
-    """Yield (place, name, value) of each object that replaces the package's, if the package is installed."""
+    """Yield (place, name, value) of each object that replaces one of the package's, if the package is installed."""
     if INSTALLED:
         installed = importlib.import_module(DRIVER)
         yield installed, "cuStreamWriteValue32", cuStreamWriteValue32

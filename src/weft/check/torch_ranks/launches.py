@@ -11,8 +11,8 @@ from triton.runtime.autotuner import Autotuner
 from ...errors import Unsupported
 from .ranks import current_rank
 
-# The options of a launch that have no effect in the emulator, by name, with the only accepted value, or None for any
-# value.
+# The options of a launch that have no effect in the emulator, by name. Each has its only accepted value, or None if any
+# value is accepted.
 _OPTIONS: Mapping[str, object] = dict(
     num_warps=None,
     num_stages=None,
@@ -56,7 +56,7 @@ def _run(kernel: JITFunction, *args: object, grid: LaunchGrid, warmup: bool = Fa
 
 
 def _run_autotuned(tuner: Autotuner, *args: object, **kwargs: object) -> object:
-    """Launch with one of the configurations; the schedule's seed picks the same one on all ranks."""
+    """Launch with one of the configurations. The schedule's seed selects the same configuration on all ranks."""
     config = tuner.configs[current_rank().backend.machine.seed % len(tuner.configs)]
     tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
     whole = {**tuner.nargs, **kwargs, **config.all_kwargs()}

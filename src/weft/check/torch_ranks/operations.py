@@ -1,4 +1,5 @@
-"""Operations of torch run in the order of a rank's current stream, which records their reads and writes."""
+"""Operations of torch run in the order of a rank's current stream, which records the memory that they read and
+write."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def _on_cpu(value: object) -> object:
 
 
 def _copied_to_host(t: torch.Tensor, *args: Operator, **kwargs: Operator) -> torch.Tensor:
-    """Return a copy that later writes on the device do not change; the host waits for it."""
+    """Return a copy that later writes on the device do not change. The host waits for the copy."""
     copy = t.clone()
     current_rank().wait_for(current_rank().stream())
     return copy.to(*args, **kwargs) if args or kwargs else copy
@@ -46,7 +47,7 @@ def _to_host(args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
 
 
 class Devices(TorchFunctionMode):
-    """Makes every tensor report the rank's GPU as its device, and allocates it in CPU memory."""
+    """Make every tensor report the rank's GPU as its device, although it is in CPU memory."""
 
     def __torch_function__(
         self, func: Operator, types: object, args: Operands = (), kwargs: Keywords | None = None
@@ -76,8 +77,8 @@ class Devices(TorchFunctionMode):
 
 
 class Operations(TorchDispatchMode):
-    """Enqueues every operation on the rank's current stream. The results have memory at once, but their values only
-    after the stream has run the operation."""
+    """Enqueues every operation on the rank's current stream. The results have memory at once, but receive their values
+    only when the stream has run the operation."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__()

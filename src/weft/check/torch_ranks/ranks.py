@@ -41,7 +41,7 @@ class Rank:
         return self.backend.side_stream(f"torch {self.stream_count}")
 
     def enqueue_or_capture(self, enqueue: Callable[[], object]) -> None:
-        """Enqueue an operation now, or at each replay of the graph that is being captured."""
+        """Enqueue an operation now or, in a capture, at each replay of the graph."""
         if self.capture is not None:
             self.capture.operations.append(enqueue)
             return
@@ -49,7 +49,8 @@ class Rank:
             enqueue()
 
     def with_random_numbers(self, run: Callable[[], object]) -> None:
-        """Call a function with this rank's random numbers instead of the process's, which all ranks share."""
+        """Call a function with this rank's random numbers instead of the process's random numbers, which all ranks
+        share."""
         process = torch.default_generator
         state = process.get_state()
         process.set_state(self.generator.get_state())
@@ -97,7 +98,7 @@ def rank_number() -> int:
 
 
 def refused(name: str) -> Callable[..., NoReturn]:
-    """Return a function that replaces torch's function of this name, which the emulator lacks."""
+    """Return a function that replaces torch's function of this name, which the emulator does not support."""
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise Unsupported(f"{name}: the emulator does not model it")
@@ -107,6 +108,6 @@ def refused(name: str) -> Callable[..., NoReturn]:
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """Call torch itself, for the emulator's own work on tensors, which is not an operation of the rank."""
+    """Call torch itself, for the emulator's own work on tensors. Such work is not an operation of the rank."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

@@ -18,7 +18,7 @@ _state = {"signal pad": SIGNAL_PAD_BYTES}
 
 
 class SymmetricHandle:
-    """The result of `rendezvous`: every rank's copy of a tensor of `empty`, and every rank's signal pad."""
+    """The result of `rendezvous`: every rank's copy of a tensor allocated by `empty`, and every rank's signal pad."""
 
     def __init__(self, rank: Rank, tensor: torch.Tensor) -> None:
         self._rank, self.rank, self.world_size = rank, rank.rank, rank.size
@@ -74,11 +74,11 @@ class SymmetricHandle:
             self.wait_signal((self.rank - step) % self.world_size, channel)
 
     def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Enqueue: wait until the word for this rank in a peer's pad is 0, and store 1, releasing."""
+        """Enqueue a wait until the word for this rank in a peer's pad is 0, followed by a releasing store of 1."""
         self._swap(self._word(dst_rank, self.rank, channel), 0, 1, f"put_signal to rank {dst_rank}")
 
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
-        """Enqueue: wait until the word for a peer in this rank's pad is 1, acquiring, and store 0."""
+        """Enqueue an acquiring wait until the word for a peer in this rank's pad is 1, followed by a store of 0."""
         self._swap(self._word(self.rank, src_rank, channel), 1, 0, f"wait_signal from rank {src_rank}")
 
     @staticmethod
@@ -132,7 +132,7 @@ def rendezvous(tensor: torch.Tensor, group: object = None) -> SymmetricHandle:
     key = tensor.data_ptr()
     if key not in handles:
         handles[key] = SymmetricHandle(rank, tensor)
-        handles[key].tensor = tensor  # the memory exists as long as the rank
+        handles[key].tensor = tensor  # the memory exists as long as the rank does
     return handles[key]
 
 

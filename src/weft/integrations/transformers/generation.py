@@ -22,7 +22,7 @@ DRAWS = (torch.multinomial, torch.rand, torch.rand_like)
 
 class RankZeroDraws(TorchFunctionMode):
     """A mode in which every rank uses the random draws of rank 0. The ranks have the same logits but different random
-    generators, so each rank would otherwise sample its own token, and one rank could stop before the others."""
+    generators, so each rank would otherwise sample its own token, and one rank could stop before the other ranks."""
 
     def __init__(self, world: World) -> None:
         super().__init__()

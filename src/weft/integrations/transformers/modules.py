@@ -59,8 +59,7 @@ def refuse_copy(why: str, memo: dict[int, object]) -> NoReturn:
 
 
 class Numbers(NamedTuple):
-    """Numbers of a module that are constants in the module's shard: a woven model does not follow later changes of
-    them."""
+    """Numbers of a module that are constants in the module's shard: a woven model ignores later changes."""
 
     module: nn.Module
     names: tuple[str, ...]
@@ -127,7 +126,7 @@ class Layers:
 
     def _comparison(self) -> Callable[[], bool]:
         """Return a function that returns whether everything is unchanged. The function runs at every pass, so its loops
-        are in C."""
+        run in C."""
         _, dicts, names, values = map(list, zip(*self._entries(), strict=True))
         for module, number_names, numbers in self._numbers:
             dicts += [vars(module)] * len(numbers)

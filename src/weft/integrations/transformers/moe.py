@@ -92,7 +92,7 @@ def parallel_of(parameter: Tensor) -> str:
 class RankExperts(Bound):
     """This rank's experts in the layout of `weft.moe.moe`, from a module that every rank has whole or that Transformers
     has split. `split` describes the rank's part. The packed gate and up are copies, and so are the transposed second
-    matrices of GPT-OSS: both need their bytes a second time.
+    matrices of GPT-OSS. These weights therefore occupy memory twice.
 
     With `local` the module's tensors are already this rank's experts, and the routed ids of these experts start at 0.
     `numbers` are the module's numbers, which are all constants in the kernels.
@@ -135,8 +135,8 @@ class RankExperts(Bound):
         return local.transpose(1, 2) if self.kind.transposed and t.dim() == 3 else local
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return this rank's partial sums [T, H] for the tokens x [T, H], which all ranks have. The rank waits for no
-        other."""
+        """Return this rank's partial sums [T, H] for the tokens x [T, H], which all ranks have. The call does not wait
+        for other ranks."""
         assert self.w13 is not None and self.w2 is not None
         operands = x, *self.split.local_routes(ids, weights), self.w13, self.w2
         return moe(*operands, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone, out=out)
@@ -198,7 +198,7 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
 
 class Registered(threading.local):
     """The World that this thread registered. Emulated ranks are threads of one process, each with its own World; a
-    thread that registered no World uses the one that the process registered last."""
+    thread that registered no World uses the World that the process registered last."""
 
     world: World | None = None
     process_world: ClassVar[World]
@@ -217,10 +217,10 @@ def register_experts(world: World) -> None:
     """Add `experts_implementation="weft"` to Transformers. It computes the local experts of Mixtral, Qwen3-MoE and
     GPT-OSS by weft's grouped GEMMs, for inference only.
 
-    `world` are the ranks over which Transformers splits the experts; all of them have the same tokens. A process uses
-    the World that it registered last, an emulated rank its own. Transformers' parallelism around the experts does not
-    change (`weave` would replace it as well). The first call of a module packs its experts, whose bytes are then needed
-    twice; they are packed again after a parameter was written (`repack`).
+    `world` contains the ranks over which Transformers splits the experts; all ranks have the same tokens. A process
+    uses the World that it registered last; an emulated rank uses its own World. Transformers' parallelism around the
+    experts does not change (`weave` would replace it as well). The first call of a module packs its experts, which then
+    occupy memory twice. After a parameter was written, the experts are packed again (`repack`).
     """
     from transformers.integrations.moe import ExpertsInterface
 
@@ -248,7 +248,7 @@ class Projections(HeadsShard):
         module, projected = self.module, project(self.qkv, normed)
         if self.sinks is None:
             return module(projected, **kwargs)
-        # During the call this rank's sinks shadow the module's parameter, which has the sinks of all heads.
+        # During the call this rank's sinks shadow the module's parameter, which contains the sinks of all heads.
         module.__dict__["sinks"] = self.sinks
         try:
             return module(projected, **kwargs)
@@ -302,7 +302,7 @@ def weave_experts(mlp: Module, woven: Woven) -> RoutedExperts:
 
 def numbers_of_block(mlp: Module) -> list[Numbers]:
     """Return the numbers that turn Mixtral's jitter noise on, which a woven model does not draw. Raises Unsupported for
-    a block that draws it."""
+    a block that draws this noise."""
     if not hasattr(mlp, "jitter_noise"):
         return []
     if mlp.training and mlp.jitter_noise:

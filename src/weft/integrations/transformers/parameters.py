@@ -96,7 +96,7 @@ class ParameterState(NamedTuple):
 
 
 class Unchanged:
-    """A check that all parameters are still the same tensors. It runs at each pass, so its loops are in C."""
+    """A check that all parameters are still the same tensors. It runs at each pass, so its loops run in C."""
 
     def __init__(self, states: Sequence[ParameterState]) -> None:
         self._owners, self._names = [s.owner for s in states], [s.name for s in states]
@@ -115,7 +115,7 @@ class Unchanged:
 
 class Bound:
     """A shard with tensors that `_bind` derives from the parameters of modules. `bound` names these tensors. A deep
-    copy does not copy the tensors: the first pass of the copy binds it to the parameters of the copied modules."""
+    copy does not copy the tensors: its first forward pass binds the copy to the parameters of the copied modules."""
 
     bound: ClassVar[tuple[str, ...]]
     parameters: Parameters

@@ -35,8 +35,8 @@ Module: TypeAlias = Any  # an object of Transformers, whose attributes the type 
 
 class ColumnShards(Bound):
     """This rank's columns of linears with the same input. The weights of linears that Transformers has split, or of a
-    single rank, become views of one stacked weight, so that one GEMM computes them; each linear that every rank has
-    whole has a GEMM of its own."""
+    single rank, become views of one stacked weight, so that one GEMM computes them; a linear that every rank has whole
+    has a separate GEMM."""
 
     bound = "weights", "biases"
     weights: Sequence[torch.Tensor] = ()  # one weight for each GEMM
@@ -277,7 +277,7 @@ class AttentionShard(HeadsShard):
     def _faster_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
     ) -> torch.Tensor | None:
-        """Return attention [B, M, heads, D] if torch has a faster call than Transformers' own, else None. The faster
+        """Return attention [B, M, heads, D] if torch provides a faster call than Transformers, else None. The faster
         call depends on the batch, so the result is always None in a batch-invariant World."""
         if self.world.batch_invariant:
             return None

@@ -30,9 +30,9 @@ def styles(plan: str | Plan = "auto") -> Styles:
     `distributed_config=DistributedConfig(tp_size=..)`.
 
     Return a Styles, which restores Transformers' styles at the end of its context, or in `close()`; loaded models keep
-    their linears. `plan` is a plan of `weft.matmul_all_reduce`; any other raises ValueError. Calls with a gradient, a
-    dtype other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave` overlaps
-    more than these styles, and may be called afterwards.
+    their linears. `plan` is a plan of `weft.matmul_all_reduce`; any other plan raises ValueError. Calls with a
+    gradient, a dtype other than bfloat16 and float16, or a group without a World use Transformers' own linears. `weave`
+    overlaps more than these styles, and may be called afterwards.
     """
     return Styles(plan)
 
@@ -50,7 +50,8 @@ class Styles(AbstractContextManager["Styles"]):
             ALL_PARALLEL_STYLES[name] = self._style(type(style), _rows if name == "rowwise" else _columns)
 
     def _style(self, base: type[Any], compute: Callable[..., torch.Tensor | None]) -> Any:
-        """Return an instance of Transformers' style `base` that gives each linear a forward with `compute`."""
+        """Return an instance of Transformers' style `base` that replaces each linear's forward by a forward with
+        `compute`."""
         styles = self
 
         class Style(base):

@@ -45,11 +45,11 @@ def weave(
             of one weight. Experts are packed into copies, which need the experts' bytes a second time (`repack`).
         world: the ranks. None: `weft.init` makes a World from the ranks over which the model is split.
         plan: the plan of `all_reduce_rms_norm`.
-        two_parts: the least number of tokens for which a pass runs through a layer in two token parts, one part's
-            all-reduce and norm under the other's GEMMs (TokenWeave, section 4); attention computes both parts at once.
-            "auto": the least number for which two parts were measured to be faster than one, on this GPU, for these
-            sizes and this number of ranks; a model with experts always runs in one part, since none was measured. None:
-            every pass runs in one part.
+        two_parts: the least number of tokens for which a pass runs through a layer in two token parts. One part's
+            all-reduce and norm overlap the other part's GEMMs (TokenWeave, section 4); attention computes both parts at
+            once. "auto": the least number for which two parts were measured to be faster than one, on this GPU, for
+            these sizes and this number of ranks; a model with experts always runs in one part, since none was measured.
+            None: every pass runs in one part.
 
     Logits agree with the model's own up to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before. All ranks must make the same calls. If
@@ -61,7 +61,7 @@ def weave(
     Raises:
         Unsupported, naming the module: any other model, quantised or adapted linears, a number of heads that is not a
             multiple of the number of ranks, any other dtype or activation; a class, a forward or a hook inside a layer
-            that is not Transformers' own (at the next pass, if it was set later).
+            that is not Transformers' own (at the next pass, if the user set it later).
         ValueError: a model that is already woven; a model that is whole on every rank, without a `world`; a plan that
             `all_reduce_rms_norm` does not have; a call that needs a gradient.
     """
@@ -119,8 +119,8 @@ def _generate(model: Module, woven: Woven) -> None:
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """Yield the hooks that a woven model calls: the hooks of routers, and the pre-hooks of attention in a dense model,
-    which has the normalised hidden states as its input."""
+    """Yield the hooks that a woven model calls: the hooks of routers and, in a dense model, the pre-hooks of attention,
+    whose input is the normalised hidden states."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -200,8 +200,8 @@ def report(model: nn.Module) -> str:
 def _two_parts(
     world: World, layer: Module, plan: str | Plan, two_parts: str | int | None
 ) -> tuple[int | None, str | Plan]:
-    """Return the least number of tokens for which a pass runs in two parts (None: no pass does), and the plan of its
-    norms. For "auto" both come from measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders
+    """Return the least number of tokens for which a pass runs in two parts, or None, and the plan of the norms.
+    For "auto" both come from measurements of a decoder of these sizes (`two_parts_from`). Only dense decoders
     were measured, so a model with experts runs in two parts only if `two_parts` is a number."""
     if two_parts is None or world.size == 1:
         return None, plan
@@ -302,7 +302,8 @@ def _world_of(layer: nn.Module) -> World:
 
 
 def _other_modules(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that Transformers still computes, with their names; inside layers only attention."""
+    """Yield the name and the module of each module that Transformers still computes. Inside layers this is only
+    attention."""
     names = {id(module): name for name, module in model.named_modules()}
     for module in (*base.children(), *(model.children() if model is not base else ())):
         if module not in (base, base.layers, base.norm):

@@ -25,11 +25,11 @@ class Woven:
     its arguments in a functools.partial, so that copy.deepcopy binds it to the copied modules. `model` is the whole
     model.
 
-    `replaced` has a line for each kind of module that was replaced; `left` has a name and a reason for each module that
-    was not. The functions of `undo` restore the modules. A pass with at least `two_parts` tokens runs in two token
-    parts, with `two_parts_plan` for `all_reduce_rms_norm`; if `two_parts` is None, every pass runs in one part.
-    `experts` is true if any layer has experts, `shards_tokens` if the hidden states of many tokens are sharded. For the
-    current pass, `causal` is true if a dense mask is only causal, `depth` is the number of layers that run, and
+    `replaced` contains a line for each kind of replaced module; `left` contains the name of each module that was not
+    replaced, and the reason. The functions of `undo` restore the modules. A pass with at least `two_parts` tokens runs
+    in two token parts, with `two_parts_plan` for `all_reduce_rms_norm`; if `two_parts` is None, every pass runs in one
+    part. `experts` is true if any layer has experts, `shards_tokens` if the hidden states of many tokens are sharded.
+    For the current pass, `causal` is true if a dense mask is only causal, `depth` is the number of layers that run, and
     `recorded` is true if Transformers records hidden states.
     """
 

@@ -25,8 +25,8 @@ __all__ = ["register", "report", "state"]
 
 
 def state() -> str:
-    """Return one line that says whether vLLM would load the plugin, and what the plugin would not find in vLLM. Imports
-    vLLM if it is installed."""
+    """Return one line that states whether vLLM would load the plugin and which functions the plugin would miss in vLLM.
+    Imports vLLM if it is installed."""
     if installed() is None:
         return "not installed"
     interface = read_interface(asked_for())
@@ -36,10 +36,11 @@ def state() -> str:
 
 
 def report(llm: VllmObject) -> str:
-    """Return a line for each part of an engine (`vllm.LLM`) that weft serves, for each part that it leaves to vLLM,
-    with the reason, and for the calls so far.
+    """Return a line for each part of an engine (`vllm.LLM`) that weft serves, for each part that vLLM computes, with
+    the reason, and for the calls so far.
 
-    Raises WeftError if the engine's workers have not loaded weft's plugin, because it is off there or not installed.
+    Raises WeftError if the engine's workers have not loaded weft's plugin, because the plugin is off there or not
+    installed.
     """
     try:
         texts = llm.collective_rpc("weft_report")

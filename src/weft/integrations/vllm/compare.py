@@ -1,5 +1,5 @@
 """Choose which passes of an engine run with weft. At the engine's start weft times whole forward passes of the loaded
-model with and without its operators, in the mode in which requests run them, at both ends of ranges of tokens up to the
+model with and without its operators, in the mode in which requests run, at both ends of ranges of tokens up to the
 engine's limit.
 
 A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back.
@@ -40,14 +40,13 @@ RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of 
 Times: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and the time of a pass in each way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
 FAR_SLOWER = 1.2  # timing of a form stops if it is slower than vLLM's own pass by this factor
-PARTS = (0, 4, 6, 7)  # the eighths of a range below the low ends to try
-PASS_ROUNDS = 3  # a pass is so long that its times vary less than those of one call
+PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
 
 class TokenSpan(NamedTuple):
-    """A range of tokens to compare at its two ends. `high` is the high end, and `lows` has the low ends to try, each as
-    (first number of tokens, number of tokens to time), the widest range first. `mode` is "graph" or "eager"."""
+    """A range of tokens to compare at its two ends. `high` is the high end, and `lows` contains the low ends to try,
+    each as (first number of tokens, number of tokens to time), the widest range first. `mode` is "graph" or "eager"."""
 
     high: int
     lows: tuple[tuple[int, int], ...]
@@ -56,8 +55,8 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` has the times of the passes at
-    both ends, as (tokens, {way: time}); it is empty if no form was worth timing."""
+    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of the passes
+    at both ends, as (tokens, {way: time}); it is empty if no form was worth timing."""
 
     low: int
     high: int
@@ -65,7 +64,7 @@ class Range:
     us: tuple[Times, ...]
 
     def line(self) -> str:
-        """Return the report's line for the range, with the speed of each form relative to vLLM's own pass."""
+        """Return the report's line for the range, which contains the speed of each form relative to vLLM's own pass."""
         ends = []
         for tokens, times in self.us:
             others = [
@@ -122,7 +121,6 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
     """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
     collective."""
-    chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
     generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
@@ -130,6 +128,8 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
     def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
         """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
+        # A Chooser times each size once, and a range of one size needs two trials.
+        chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
         trial = chooser.trial(choice(passes, tokens, forms, mode, run))
         assert trial is not None
         gains = {form: trial.times[VLLM].gpu / trial.times[form].gpu for form in forms}
@@ -149,10 +149,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
         lost: list[Times] = []
         best, begin = None, span.lows[0][0]
         for low, size in span.lows if high_gains else ():
-            if size == span.high:
-                times, gains = high_times, high_gains
-            else:
-                times, gains = timed(size, list(high_gains), span.mode)
+            times, gains = timed(size, list(high_gains), span.mode)
             if gains:
                 best, begin = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
                 break
@@ -170,7 +167,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 
 def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
-    """Return the Choice that decides in which way passes of `tokens` tokens run."""
+    """Return the Choice of the way in which passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
@@ -188,8 +185,7 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
 
     expected, title = (lambda mode: VLLM), "whole passes"
     key = ("passes", tokens)
-    shown = title, (tokens,)
-    return Choice(key, expected, lambda: candidates, once, prepare, *shown, rounds=PASS_ROUNDS, hopeless=FAR_SLOWER)
+    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
 
 
 class Compared(Switched):
@@ -205,7 +201,7 @@ class Compared(Switched):
 
 
 class Captured(Compared):
-    """A stack of layers of which passes are captured."""
+    """A stack of layers that captures its passes."""
 
     def __call__(self, *args: VllmObject, **kwargs: VllmObject) -> VllmObject:
         graph: torch.cuda.CUDAGraph = self.__dict__["weft_graph"]
@@ -214,7 +210,7 @@ class Captured(Compared):
 
 
 def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of the stack's part of one pass, captured in the way in which vLLM captures it."""
+    """Return a CUDA graph of the stack's part of one pass, captured as in vLLM."""
     graph = torch.cuda.CUDAGraph()
     capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
     passes.stack.__dict__["weft_graph"] = graph

@@ -1,9 +1,9 @@
-"""Trace the model's own forward symbolically, to find reductions that have a norm as their only reader.
+"""Trace the model's own forward symbolically, to find reductions whose only reader is a norm.
 
 A reduction is a module that ends in an all-reduce: a row-parallel linear, or the runner of a mixture of experts. The
-graph has one node for each module that contains no reduction. So it shows how sums, norms and column-parallel linears
-are connected, whatever the names of the model and its modules are. An RMSNorm that is the only reader of a reduction
-can compute its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
+graph has one node for each module that contains no reduction. So the graph shows how sums, norms and column-parallel
+linears are connected, regardless of the names of the model and its modules. An RMSNorm that is the only reader of a
+reduction can compute its sum (`Site`). A module stays unchanged unless the graph proves how it is used.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Site:
 @dataclass
 class Flow:
     """The sites of a model, in the order of the forward pass. `by_rows` is true if the norms of sites are the only
-    readers of the residuals that these norms return. `left` has a reason for each part of the model that could not be
-    traced."""
+    readers of the residuals that these norms return. `left` contains a reason for each part of the model that could not
+    be traced."""
 
     sites: list[Site] = field(default_factory=list)
     by_rows: bool = False
@@ -111,8 +111,8 @@ def contains(module: nn.Module, reduces: Reduces) -> bool:
 
 
 def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
-    """Map the name of each class of the model's modules to the functions of these Python modules that its methods
-    call."""
+    """Map the name of each class of the model's modules to the functions in these Python modules that the methods of
+    the class call."""
     calls: dict[str, set[str]] = {}
     for kind in dict.fromkeys(type(module) for module in model.modules()):
         methods = [inspect.unwrap(m) for base in kind.__mro__ for m in vars(base).values() if inspect.isfunction(m)]
@@ -122,7 +122,7 @@ def calls_of(model: nn.Module, modules: tuple[str, ...]) -> dict[str, set[str]]:
 
 
 def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator[str]:
-    """Yield the names of the functions that a function calls by a global name and that these Python modules define."""
+    """Yield the names of the functions that these Python modules define and a function calls by a global name."""
     codes = [method.__code__]
     while codes:
         code = codes.pop()
@@ -133,7 +133,7 @@ def functions_called(method: FunctionType, modules: tuple[str, ...]) -> Iterator
 
 
 def stacks(model: nn.Module, classes: Classes) -> Iterator[nn.Module]:
-    """Yield the modules that have a list of layers with reductions."""
+    """Yield the modules that contain a list of layers with reductions."""
     for module in model.modules():
         lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
         if any(contains(layer, classes.reduces) for layers in lists for layer in layers):

@@ -68,7 +68,7 @@ def limit(world: World, h: int, dtype: torch.dtype, max_tokens: int) -> int:
 
 def prepare(world: World, h: int, dtype: torch.dtype, tokens: int, group: VllmObject) -> str:
     """Make the workspace for `tokens` tokens, and call the kernel once with few tokens and once with all. Return the
-    first error of any rank of vLLM's group, "" if there is none. The call is collective."""
+    first error of any rank of vLLM's group, or "" if no rank has an error. The call is collective."""
     for step in (make_workspace, call_kernel):  # so that no rank waits in a kernel for a rank without a workspace
         error = ""
         try:

@@ -70,8 +70,8 @@ def gather_objects(value: T, group: VllmObject) -> list[T]:
 
 @dataclass
 class Interface:
-    """The classes and functions of the installed vLLM. `objects` has a function, or the class of a method, for each
-    name; `missing` has the reason for each name without an object."""
+    """The classes and functions of the installed vLLM. `objects` maps each name to a function, or to the class of a
+    method; `missing` maps each missing name to the reason."""
 
     version: str
     objects: dict[str, VllmObject] = field(default_factory=dict)

@@ -21,11 +21,11 @@ from .twin import copied
 LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")
 
 
-# -- what vLLM's modules are -------------------------------------------------------------------------------------------
+# -- the kinds of vLLM's modules ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Classes:
     """The classes of the installed vLLM (`read_interface`); a missing optional class is None. `runner` is the class
-    that runs a mixture of experts. `fp8` has the model's FP8 linears."""
+    that runs a mixture of experts. `fp8` contains the model's FP8 linears."""
 
     row: VllmObject
     column: VllmObject

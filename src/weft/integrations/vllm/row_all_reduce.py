@@ -20,7 +20,7 @@ from .fp8 import operand_specs, scaled_operands
 
 
 class RowTensors(NamedTuple):
-    """The operands. weight_scale has the scales of a weight in e4m3 (`fp8.LinearWeight`)."""
+    """The operands. weight_scale contains the scales of a weight in e4m3 (`fp8.LinearWeight`)."""
 
     x: torch.Tensor
     weight: torch.Tensor

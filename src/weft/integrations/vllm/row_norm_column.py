@@ -6,7 +6,7 @@ pass:
     own rows    the same, but each rank holds only its own rows of the residual
     sequence    GEMM + reduce-scatter | norm of this rank's rows | all-gather + GEMM
     fused sum   GEMM + all-reduce | norm of all rows | GEMM
-    woven       two token parts, one part's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
+    woven       two token parts; one part's all_reduce_rms_norm overlaps the other's GEMMs (TokenWeave, section 4):
 
         caller's   row(0) | row(1)  | column(0) | column(1)
         "weave"             norm(0) | norm(1)
@@ -50,7 +50,7 @@ from .fp8 import operand_specs, product, scaled_operands
 
 @dataclass(frozen=True)
 class OwnRows(Plan):
-    """The sequential steps, but only the owner of a row has its residual."""
+    """The sequential steps, except that only the owner of a row holds its residual."""
 
     kind: ClassVar[str] = "own_rows"
 
@@ -94,7 +94,8 @@ class WovenLayers(Plan):
         return TwoShotPull(programs=self.programs) if self.programs else Decomposed()
 
 
-# The forms in the order of comparison. All but the first need a residual that no module between the layers reads.
+# The forms in the order of comparison. All but the first are only for models in which no module between the layers
+# reads the residual.
 PASS_FORMS: Sequence[Plan] = (
     Sequential(),
     OwnRows(),
@@ -221,7 +222,7 @@ def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens
         y = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
         residual = None if t.residual is None else t.residual[own_range].contiguous()
         new_residual = world.empty((call.m, call.h), call.dtype)
-        y = normalised(world, own_size, y, t.norm, call.eps, residual, new_residual[own_range])
+        y = normalised(world, own_size, y, t.norm.contiguous(), call.eps, residual, new_residual[own_range])
         x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
         return all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options), new_residual
 
@@ -301,7 +302,7 @@ def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[
 
 
 def row_product(world: World, t: LayerTensors, x: Tensor) -> Tensor:
-    """Return this rank's partial sum; rank 0 adds the bias to its own."""
+    """Return this rank's partial sum, to which only rank 0 adds the bias."""
     return x if t.row is None else product(world, x, t.row, None if world.rank else t.row_bias, t.row_scale)
 
 

@@ -20,11 +20,11 @@ models: list[ServedModel] = []  # one entry for each model that this process has
 
 @dataclass
 class ServedModel:
-    """One loaded model. `served` has a line for each kind of module in the twin; `left` has a line for each reason why
-    vLLM computes a part of the model. `passes` is None if vLLM computes the whole model. `ranges` is None until weft
-    has compared the ranges, in `seconds` seconds, or has read them from the file that an earlier start stored for a
-    model with the same `depends_on`. `error` is the error of an attempt to run the twin; `started` is true once weft
-    has decided which passes to serve. `counts` are the counts at the end of the start."""
+    """One loaded model. `served` contains a line for each kind of module in the twin; `left` contains a line for each
+    reason why vLLM computes a part of the model. `passes` is None if vLLM computes the whole model. `ranges` is None
+    until weft has compared the ranges, in `seconds` seconds, or has read them from the file that an earlier start
+    stored for a model with the same `depends_on`. `error` is the error of an attempt to run the twin; `started` is true
+    once weft has decided which passes to serve. `counts` are the counts at the end of the start."""
 
     model: str
     version: str

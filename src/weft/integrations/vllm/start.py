@@ -99,10 +99,10 @@ def profile(model: ServedModel, runner: VllmObject) -> None:
     passes = model.passes
     assert passes is not None
     try:
-        forms = model.forms if model.ranges is None else {compared.form for compared in model.ranges} - {None}
+        forms = model.forms if model.ranges is None else [compared.form for compared in model.ranges if compared.form]
         passes.put()
-        for form in forms:
-            passes.serve([(1, passes.max_tokens, form)] if form is not None else ())
+        for form in dict.fromkeys(forms):  # a set's order may differ between ranks
+            passes.serve([(1, passes.max_tokens, form)])
             runner.profile_run()
     except Exception as error:
         model.error = f"{type(error).__name__}: {error}"
@@ -138,8 +138,8 @@ def raise_errors(model: ServedModel) -> None:
 
 
 def decide(model: ServedModel, runner: VllmObject) -> None:
-    """Read the stored ranges, or compare model and twin. Let the twin run the ranges in which it wins, or drop the twin
-    if it wins in none."""
+    """Read the stored ranges, or compare model and twin. The twin then runs the ranges in which it is faster; a twin
+    that is faster in no range is dropped."""
     passes = model.passes
     assert passes is not None
     run = compare.pass_of(runner, model.config)
@@ -152,7 +152,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
-        free_cached_memory(passes.world)  # the comparison's; requests reuse the memory that the passes below allocate
+        free_cached_memory(passes.world)  # of the comparison; requests reuse the memory of the passes below
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")

@@ -10,17 +10,17 @@ because vLLM drops Dynamo's guards and so compiles one graph for each code objec
 model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile cache.
 3. At the start weft compares whole passes of the model and the twin (compare.py). If the twin wins nowhere, weft drops
    it and leaves no trace in the model. Otherwise the class of the stack changes to one whose `__call__` looks up the
-   number of tokens in a table, `Passes.sizes`, in which 0 is vLLM's own pass. vLLM captures graphs only afterwards, so
-   that each captured size has one graph.
+   number of tokens in a table, `Passes.sizes`, where 0 denotes vLLM's own pass. vLLM captures graphs only afterwards,
+   so that each captured size has one graph.
 4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and multiples of
-   STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. Every
-   size, and the padding itself, runs before the first request. So everything that depends on the number of tokens
-   (kernels, plans, channels, tables, workspaces) exists before the first request, and no request creates anything new.
+   STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. The
+   model runs with every size, and with padding, before the first request. So everything that depends on the number of
+   tokens (kernels, plans, channels, tables, workspaces) exists by then, and no request creates anything new.
 
 A compiler pass for only some ranges of tokens (`compile_ranges_endpoints`) would save the second trace. But vLLM fixes
 such ranges before weft can time anything, and they change vLLM's own graphs and cache keys. A compiler pass would also
 search a graph for vLLM's operators, which differ with the version and the options, while the twin needs only the
-modules. And an engine that compiles nothing has no compiler passes.
+modules. And an engine without compilation runs no compiler passes.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class Passes:
         return dict(zip(self.names, args, strict=False)) | dict(kwargs)
 
     def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
-        """Run the twin with `size` tokens, of which all after the first `tokens` are padding."""
+        """Run the twin with `size` tokens; all tokens after the first `tokens` are padding."""
         if isinstance(form := forms(self.world).get(size), WovenLayers):
             return self.run_woven(form, size, tokens, args, kwargs)
         if size == tokens:
@@ -199,7 +199,7 @@ class Passes:
         self, form: WovenLayers, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]
     ) -> VllmObject:
         """Run the pass in two parts of `size` tokens in all, or vLLM's own pass if this pass cannot be split. All ranks
-        do the same, since they have the same batch."""
+        make the same choice, since the batch is the same on all ranks."""
         arguments = self.named(args, kwargs)
         if self.woven is None or arguments.get("inputs_embeds") is not None or not self.woven.can_run(size):
             return self.own_class.__call__(self.stack, *args, **kwargs)

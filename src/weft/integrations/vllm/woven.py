@@ -37,7 +37,7 @@ from .layers import SummedNorm
 from .row_norm_column import WovenLayers
 from .twin import copied, with_copies
 
-FEWEST_TOKENS = 512  # weft does not time smaller passes: their GEMMs hide little, and the host launches two parts
+FEWEST_TOKENS = 512  # weft does not time smaller passes: their GEMMs hide little, and two parts cost host time
 ATTENTION = ("FullAttentionSpec", "SlidingWindowSpec")  # caches of keys and values by token
 # `split_attn_metadata` does not pass these fields of a batch on to the parts.
 NOT_SPLIT = ("encoder_seq_lens", "dcp_local_seq_lens", "mm_req_doc_ranges", "num_logits_indices")
@@ -146,7 +146,7 @@ class AttentionParts:
         with current_config(config):
             self._parts = [type(builder)(*arguments) for _ in range(2)]
         for part in self._parts:
-            if hasattr(part, "set_workspace_buffer"):  # builders share one, since attention runs on one stream
+            if hasattr(part, "set_workspace_buffer"):  # builders share a buffer, since attention runs on one stream
                 part.set_workspace_buffer(builder._get_workspace_buffer())
         build = builder.build
 
@@ -243,8 +243,8 @@ class PartOfPass(NamedTuple):
 
 @dataclass(eq=False)
 class WovenPass:
-    """The woven passes of a stack of layers, in an engine with this configuration. `interface` has vLLM's functions.
-    `attention` is None until `attach` is called."""
+    """The woven passes of a stack of layers, in an engine with this configuration. `interface` contains vLLM's
+    functions. `attention` is None until `attach` is called."""
 
     stages: Stages
     world: World

@@ -1,9 +1,9 @@
 """How each plan prepares all-gather + GEMM. A run returns the gathered activation and the scales of its rows
 (`GatheredRows`), or None for a result that the caller does not request. 8-bit rows and their scales are sent unchanged.
 
-sequential   NCCL's all-gather, then the library's GEMM
-one_shot     low-latency rows (transport/low_latency.py), then the library's GEMM
-decomposed   the library's GEMM of one group of shards while a copy engine pulls the next
+sequential   NCCL's all-gather, then a library GEMM (cuBLAS's or quack's)
+one_shot     low-latency rows (transport/low_latency.py), then a library GEMM
+decomposed   a library GEMM of one group of shards while a copy engine pulls the next
 fused        one GEMM with tiles that wait for the chunks that programs of the same launch pull
              (kernels.all_gather_gemm), or for the shards that a copy engine pulls (kernels.copied_gemm)
 flag_gated   quack's GEMM, with tiles that wait for the shards that a copy engine pulls
@@ -59,7 +59,7 @@ def with_activation(world: World, call: GatherCall, run: Run) -> Run:
     return activated
 
 
-# -- the library's GEMM of gathered rows -------------------------------------------------------------------------------
+# -- a library GEMM of gathered rows -----------------------------------------------------------------------------------
 # The transport that gathers the rows for each class of plans.
 GATHERS: Mapping[type[Plan], GatherTransport] = {
     Sequential: collectives.gather_rows,
@@ -89,7 +89,7 @@ def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.T
 
 
 def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare NCCL's all-gather and the library's GEMM. If shards are unequal or x has scales, a transport gathers the
+    """Prepare NCCL's all-gather and a library GEMM. If shards are unequal or x has scales, a transport gathers the
     rows."""
     plain = call.even and call.scaling is None and not call.gated
     if world.size == 1 or not plain or world.batch_invariant:
@@ -257,7 +257,8 @@ def _pulled_launch(
 
 
 def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: int) -> Run:
-    """Prepare one launch, in which some programs pull the peers' shards into the arena and the others compute."""
+    """Prepare one launch, in which some programs pull the peers' shards into the arena while all other programs
+    compute."""
     row = call.k * call.operand_dtype.itemsize
     stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
     arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)

@@ -122,8 +122,8 @@ class Tensors:
     out_shared: Symmetric = None
 
     def as_matrices(self, world: World, call: SumCall, shares_x: bool) -> Tensors:
-        """Return the tensors with x and out as matrices. If x and out are in symmetric memory, the result also contains
-        them on every rank; for x this requires `shares_x`."""
+        """Return the tensors with x and out as matrices. If they are in symmetric memory, the result also
+        contains every rank's out, and with `shares_x` every rank's x."""
         x, out = self.x, self.out
         if call.op == PLAIN_SUM:
             x, out = x.view(call.m, call.h), out.view(call.m, call.h)

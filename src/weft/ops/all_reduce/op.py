@@ -307,7 +307,8 @@ def all_reduce_rms_norm(
     full residual, and 3 M' H more, where M' is M rounded up to a multiple of W. Two-shot plans that count rows use M H
     elements for the rows on their owners or, if rows are pulled, for an x that is not in memory from `World.symmetric`.
     For an output that is not in such memory, they use M H elements more, and for a full residual M H elements more.
-    Decomposed and multicast plans use as much as two-shot plans that pull, and decomposed plans use M H elements more.
+    Multicast plans use as much memory as two-shot plans that pull, and decomposed plans use M H elements more than
+    those.
 
     Raises:
         ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it. An operand that requires a

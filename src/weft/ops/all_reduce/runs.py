@@ -40,7 +40,7 @@ from .kernels import ABSENT, OWN, WHOLE, RankAddresses, Shots, add_norm, sum_nor
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
 SHARED = "two-shot all-reduce"  # the name of the symmetric memory of these plans
-REST_KIB = 11  # KiB of a program's shared memory that are not for rows in flight
+REST_KIB = 11  # KiB of a program's shared memory that rows in flight cannot use
 
 
 SumRun: TypeAlias = Callable[[Tensors, Stream], None]
@@ -171,8 +171,8 @@ def _room(world: World) -> int:
 
 def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:
     """Return the plan as an argument of the kernel. n stages keep the rows of n - 1 stages in shared memory. A stage of
-    a sum has the row of all sources if there is room for two such stages, because with fewer stages the link is idle
-    while a row is summed. Rows of 16 KiB on 8 ranks, or of 64 KiB on two ranks, leave room for only one."""
+    a sum contains the row of all sources if there is room for two such stages, because with fewer stages the link is
+    idle while a row is summed. Rows of 16 KiB on 8 ranks, or of 64 KiB on two ranks, leave room for only one."""
     row, room = call.padded * call.dtype.itemsize, _room(world)
     sources = world.size + (call.residual != ABSENT.value)
     stages, ahead = (max(1, min(plan.stages, room // nbytes + 1)) for nbytes in (row, row * sources))
@@ -187,7 +187,7 @@ def _shots(world: World, call: SumCall, plan: TwoShotCounted) -> Shots:
 
 
 class SharedRows(NamedTuple):
-    """The symmetric memory of a call. It has x, if other ranks read it, all rows of the output, and the sums and
+    """The symmetric memory of a call. It contains x, if other ranks read x, all rows of the output, and the sums and
     scales, if the call returns them."""
 
     x: Symmetric

@@ -189,8 +189,8 @@ def zigzag_split(x: torch.Tensor, world: World) -> torch.Tensor:
     """Return this rank's rows of x [S, ..]: chunks r and 2 W - 1 - r of 2 W chunks. Every rank must pass the whole
     sequence.
 
-    Chunks differ by at most one row. If 2 W does not divide S, ranks have different numbers of rows; attention then
-    needs `rows=weft.zigzag_rows(S, world.size)`.
+    The lengths of chunks differ by at most one row. If 2 W does not divide S, ranks have different numbers of rows;
+    attention then needs `rows=weft.zigzag_rows(S, world.size)`.
     """
     chunks = _chunks(x.shape[0], world.size)[world.rank]
     return torch.cat([x[chunk.start : chunk.stop] for chunk in chunks])

@@ -23,7 +23,7 @@ from ..moe.routing.route_tables import power
 from .kernels import BlockShape, Inbox, gemm_to_ranks, number_rows, receive_rows, return_rows
 
 GEMM_ALL_TO_ALL_ROUTED = "matmul_all_to_all_routed"
-NUMBER_WARPS, NUMBERED_ELEMENTS = 8, 4096  # of a program of `number_rows`, which holds rows by ranks in registers
+NUMBER_WARPS, NUMBERED_ELEMENTS = 8, 4096  # for a program of `number_rows`, which keeps rows by ranks in registers
 COPY_WARPS, COPY_STAGES = 16, 3  # a program that copies rows has 48 KiB in flight, enough for an SM by itself
 
 
@@ -38,8 +38,9 @@ class RoutedFactors(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticCall(MatmulCall):
-    """A call with shapes that do not depend on the routing. shards: the rows of one rank, since all ranks have equally
-    many. Each rank chooses for itself whether it has a bias and a gradient, so ranks do not compare these."""
+    """A call with shapes that do not depend on the routing. `shards` contains the rows of one rank only, since all
+    ranks have equally many rows. Each rank chooses for itself whether it has a bias and a gradient, so ranks do not
+    compare these."""
 
     gradient: bool = field(kw_only=True)
 
@@ -47,14 +48,14 @@ class StaticCall(MatmulCall):
         return dict(m=self.rows, N=self.n, K=self.k, dtype=str(self.dtype))
 
 
-# -- the library's collectives -----------------------------------------------------------------------------------------
+# -- NCCL's collectives ------------------------------------------------------------------------------------------------
 
 
 def run_sequential(
     world: World, call: StaticCall, plan: Plan, operands: RoutedFactors, out: Tensor
 ) -> tuple[Tensor, ...]:
-    """Run the library's GEMM, copy its rows to one block for each rank, with zeros after them, and exchange the blocks
-    and the numbers of rows by all-to-all."""
+    """Run a library GEMM, copy its rows to one zero-padded block for each rank, and exchange the blocks and the numbers
+    of rows by all-to-all."""
     stream, size, (m, n) = world.current_stream(), world.size, (call.rows, call.n)
     x, weight, bias, destinations = operands
     y = world.backend.linear(x, weight, bias, stream)
@@ -99,7 +100,7 @@ def return_sequential(
 
 
 def prepare_fused(world: World, call: StaticCall, plan: FusedAllToAll) -> Run:
-    """Prepare three launches on one stream, loaded before the first of them runs: the last one waits for other
+    """Prepare three launches on one stream. All three are loaded before the first runs, since the last waits for other
     ranks."""
     arena, m = _arena(world, call), call.rows
     numbering, gemm, receiving = _fused_launches(world, call, plan, arena)
@@ -178,8 +179,7 @@ def _fused_launches(world: World, call: StaticCall, plan: FusedAllToAll, arena: 
 def _copy_launch(
     world: World, kernel: JITFunction, call: StaticCall, arena: Arena, direction: str, plan: Plan | None
 ) -> Launch:
-    """Return the launch of `receive_rows` or `return_rows`. A program copies two 16-byte words of each thread at
-    once."""
+    """Return the launch of `receive_rows` or `return_rows`. Each thread copies two 16-byte words at once."""
     elements = 2 * world.backend.scale.block
     cols = min(power(call.n), elements, 1024)
     return Launch(

@@ -1,12 +1,12 @@
 """How each plan prepares GEMM + reduce-scatter and GEMM + all-reduce, except for signaled plans (signaled.py).
 
-sequential          the library's GEMM, then NCCL's collective
-one_shot, two_shot  the library's GEMM, then one launch that sums a few rows (transport/low_latency_kernels.py,
+sequential          a library GEMM (cuBLAS's or quack's), then NCCL's collective
+one_shot, two_shot  a library GEMM, then one launch that sums a few rows (transport/low_latency_kernels.py,
                     ops/all_reduce/low_latency_kernels.py)
-decomposed          reduce-scatter: the library's GEMM, of the farthest owners' rows first. A copy engine pushes each
-                    group's partial rows to the owners' staging memory while the next group is computed; the owner sums
-                    them in float32 in the order of the ranks (TileLink's hybrid mapping). All-reduce: NCCL's, of one
-                    chunk of rows during the GEMM of the next
+decomposed          reduce-scatter: library GEMMs, the farthest owners' rows first. A copy engine pushes each group's
+                    partial rows to the owners' staging memory while the next group is computed; the owner sums them in
+                    float32 in the order of the ranks (TileLink's hybrid mapping). All-reduce: NCCL sums one chunk of
+                    rows during the GEMM of the next
 fused               one GEMM; programs of a second launch on the same SMs sum its finished tiles (kernels.gemm_reduce)
 """
 
@@ -48,7 +48,7 @@ from .kernels import Sums, gemm_reduce
 SUM_REGISTERS = 112  # registers per thread of a program that sums tiles and shares its SM with a GEMM of 8-bit operands
 
 
-# -- the library's GEMM ------------------------------------------------------------------------------------------------
+# -- library GEMMs -----------------------------------------------------------------------------------------------------
 # The transport that sums partial rows at their owners for each class of plans.
 REDUCES: Mapping[type[Plan], ReduceTransport] = {
     Sequential: collectives.reduce_rows,
@@ -65,7 +65,7 @@ def multiply(
     out: torch.Tensor | None = None,
     rows: slice | None = None,
 ) -> torch.Tensor:
-    """Return x @ weight.T, or some of its rows. The fastest library computes it on the stream."""
+    """Return x @ weight.T, or some of its rows, which the fastest library computes on the stream."""
     part = operands._replace(bias=None)
     if rows is not None:
         part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.scaling, part.x_scale, rows))
@@ -94,7 +94,7 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
 
 
 def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare the library's GEMM and NCCL's collective. If shards are unequal or x has scales, a transport sums the
+    """Prepare a library GEMM and NCCL's collective. If shards are unequal or x has scales, a transport sums the
     rows."""
     plain = call.scaling is None and (call.everywhere or call.even)
     if world.size == 1 or not plain or world.batch_invariant:

@@ -170,7 +170,7 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
 def _by_collectives(
     world: World, call: ReduceCall, plan: Signaled, in_order: bool
 ) -> tuple[Callable[[ScaledFactors, torch.Tensor | None], torch.Tensor], Remap]:
-    """Return a function that returns the sum in tiles, together with the layout of the tiles. With in_order, the
+    """Return two results: a function that returns the sum in tiles, and the layout of the tiles. With in_order, the
     function stores the sum in `out`, in ordinary order."""
     bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
     tiling = tiling_of(world, call, plan, in_order)

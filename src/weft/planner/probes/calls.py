@@ -16,12 +16,12 @@ from ..profile import Measurement, TimedCall
 from . import moves
 from .common import Bench, GemmShape, Probe
 
-MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is timed
+MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is timed, in bytes
 
 
 def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
-    """Return each op's variants, the fastest on most shapes first, with tiles that fit a GPU of that compute
-    capability."""
+    """Return each op's plans, starting with the one that is fastest on most shapes, with tiles that fit a GPU of that
+    compute capability."""
     named = {name: op.variants for name, op in REGISTRY.items() if op.variants}
     return {
         name: tuple(dict.fromkeys(with_architecture_tiles(plan, capability) for plan in plans))
@@ -30,8 +30,8 @@ def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
 
 
 def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:
-    """Return the largest number of bytes to time with a low-latency plan; 0 if the op does not have the plan. The
-    number is smaller if every rank receives everything."""
+    """Return the largest number of bytes to time with a low-latency plan; 0 if the op does not have this plan. The
+    number is smaller if every rank receives all data."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
     return (
@@ -46,7 +46,8 @@ def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "gra
     rows = m // b.world.size if REGISTRY[op].gathers else m
     x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
 
-    # The public function is in the module of the op's definition. The probe times it, including its work on the host.
+    # The public function is in the module that defines the op. The probe times this function, including its work on the
+    # host.
     public = vars(sys.modules[type(REGISTRY[op]).__module__])
 
     def run() -> list[Measurement]:
@@ -65,7 +66,7 @@ def shapes_of(b: Bench, op: str, part: int) -> tuple[GemmShape, ...]:
 
 
 def calls(b: Bench, part: int) -> Iterator[Probe]:
-    """Yield calls by sequential, decomposed and fused plans."""
+    """Yield calls with sequential, decomposed and fused plans."""
     world = b.world.size
     doubling: list[int] = [1]
     while sum(doubling) < world and world & (world - 1) == 0:
@@ -81,7 +82,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
-    """Yield calls by signaled plans with few and with many groups, with a short first and a short last group."""
+    """Yield calls with signaled plans with few and with many groups, with a short first and a short last group."""
     for op in (op for op in collectives() if Signaled in REGISTRY[op].costs):
         for ctas in b.sizes.ctas[:2]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
@@ -94,8 +95,8 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def eager_calls(b: Bench) -> Iterator[Probe]:
-    """Yield, for every op and kind of plan, an eager call with negligible GPU time, which measures the host's time, and
-    a call that the GPU bounds."""
+    """Yield two calls for every op and kind of plan: an eager call with negligible GPU time, which measures the host's
+    time, and a call that the GPU bounds."""
     for op, fused in variants(b.world.backend.capability).items():
         by_copies = replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True)
         plans = [Sequential(), b.sizes.signaled, *((Decomposed(), fused[0], by_copies) if b.copies else ())]
@@ -112,7 +113,7 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
 
 
 def low_latency_calls(b: Bench) -> Iterator[Probe]:
-    """Yield the low-latency collectives alone, and whole ops by these collectives and by other plans."""
+    """Yield the low-latency collectives alone, and whole ops with these collectives and with other plans."""
     by_op = variants(b.world.backend.capability)
     for op in by_op:
         largest = {plan: most_low_latency_bytes(op, plan, b.world.size) for plan in SHOTS}

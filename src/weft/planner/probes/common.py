@@ -62,7 +62,7 @@ FINE = (
 )
 SIZES = Sizes(
     gemms=(COARSE, FINE),
-    # With 132 and 264 programs, 11 columns of tiles: 1, 2, 4 and 8 waves, then 4.5 and 2.25. With 31 columns: whole
+    # With 132 and 264 programs, 11 columns of tiles give 1, 2, 4 and 8 waves, then 4.5 and 2.25. With 31 columns: whole
     # waves of 124 or 128 programs.
     waves=_grid((12, 24, 48, 96, 54, 27), (11,), (1024, 2048, 4096, 8192)) + _grid((32, 64), (31,), (2048, 8192)),
     nbytes=(
@@ -136,7 +136,7 @@ class Bench:
         return Probe(name, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
 
     def library(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-        """Compute out = x @ w.T by the library's GEMM."""
+        """Compute out = x @ w.T with the library's GEMM."""
         self.world.backend.linear(x, w, None, self.world.current_stream(), out)
 
 

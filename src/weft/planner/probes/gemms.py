@@ -1,4 +1,4 @@
-"""Probes of GEMMs: of the library's GEMMs, and of waves of Triton tiles."""
+"""Probes of GEMMs: the library's GEMMs, and waves of Triton tiles."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def gemm(b: Bench, m: int, n: int, k: int) -> Probe:
 
 
 def wave(b: Bench, occupancy: Occupancy, row_tiles: int, col_tiles: int, k: int) -> Probe:
-    """Return a probe of waves of tiles. As in the ops, the programs run on all SMs, or on all but 4 or 8, so that the
-    number of programs divides the number of tiles if possible."""
+    """Return a probe of waves of tiles. As in the ops, the programs run on all SMs, or on all but 4 or 8 SMs, so that
+    the number of programs divides the number of tiles if possible."""
     tile, per_sm = occupancy.tile, occupancy.per_sm
     if per_sm == 2:
         col_tiles *= 2

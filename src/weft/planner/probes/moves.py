@@ -115,7 +115,7 @@ def sum_of_parts(b: Bench, count: int) -> None:
 
 
 def concurrent_probes(b: Bench, operation: str, ctas: int) -> Iterator[Probe]:
-    """Yield a probe of a collective or copy concurrent with a GEMM. With a limited communicator the probe runs weft's
+    """Yield a probe of a collective or copy concurrent with a GEMM. With a limited communicator, the probe runs weft's
     own GEMM, which leaves the communicator's SMs free."""
     world, (m, n, k) = b.world, b.sizes.concurrent_gemm
     row = Slowdown(operation, ctas, 1.0, 1.0)
@@ -139,8 +139,8 @@ def concurrent_probes(b: Bench, operation: str, ctas: int) -> Iterator[Probe]:
 
 
 def ctas_probe(b: Bench) -> Probe:
-    """Return a probe that reads from torch's profiler how many CTAs each collective takes. It runs last, since the
-    profiler would slow other probes."""
+    """Return a probe that uses torch's profiler to determine the number of CTAs of each collective. This probe runs
+    last, because the profiler would slow down other probes."""
     limits = [("all_gather", 0), *((operation, ctas) for ctas in (0, *b.sizes.ctas) for operation in AFTER)]
     rows = tuple(UsedCtas(operation, ctas, b.sizes.moved_bytes, 0) for operation, ctas in limits)
 

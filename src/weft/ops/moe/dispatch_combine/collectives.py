@@ -1,7 +1,7 @@
-"""Dispatch and combine by NCCL's collectives, for ranks without symmetric memory.
+"""Dispatch and combine with NCCL's collectives, for ranks without symmetric memory.
 
     dispatch   all-gathers tokens, ids and weights; each rank then selects the rows of its experts from all tokens
-    combine    sums the weighted rows of every rank's tokens over the experts here; an all-to-all sends these sums to
+    combine    sums the weighted rows of every rank's tokens over this rank's experts; an all-to-all sends these sums to
                the tokens' ranks, which add them in rank order
 
 The rows are in the same order as the rows that the kernels write (op.py).
