@@ -401,7 +401,7 @@ class _Recorded:
 
 class _Sequence:
     """Operations that eager calls launch as one CUDA graph. The host needs 8 us to replay four copies with events as a
-    graph, and 89 us to launch them one by one (H100, 2026-11).
+    graph, and 83 us to launch them one by one (H100, 2026-11).
 
     The first call enqueues the operations one by one, which loads their kernels. Calls in captures, which then contain
     the operations themselves, and calls whose launches are noted also enqueue the operations one by one. All replays
