@@ -135,7 +135,7 @@ def run_gather(
     push.on(side)
     route_tables.run_builder(world, builder, tables, all_weights)
     gemm.on(stream)
-    world.wait_event(stream, world.record(side))  # from here on the caller may overwrite x
+    world.wait_event(stream, world.record(side))  # the caller may write x again
     for step in keep_steps:
         step.on(stream)
     return routes, *(t for t in kept if t is not None)
