@@ -151,10 +151,10 @@ class Op(ABC, Generic[C]):
     # without such plans.
     batch_invariant_plans: ClassVar[tuple[type[Plan], ...]] = ()
 
-    keeps_decisions: ClassVar[bool] = False  # decisions that are not kept with the World (`decisions`)
+    keeps_decisions: ClassVar[bool] = False  # whether the op, not the World, keeps them (`decisions`)
     depends_on_addresses: ClassVar[bool] = False  # decisions depend on `operand_addresses`
     partial: ClassVar[bool] = False  # whether a call leaves some elements of its result unwritten
-    by_library: ClassVar[bool] = True  # on a World of one rank, cuBLAS runs instead of the plan
+    by_library: ClassVar[bool] = True  # on a World of one rank, a library call runs instead of the plan
 
     # -- methods that an operator defines
     @abstractmethod

@@ -57,7 +57,8 @@ class ShardPulls:
         return [self.world.empty(shape, dtype) for shape, dtype in self._full]
 
     def shared(self) -> list[torch.Tensor]:
-        """Return tensors for the rows of all ranks in memory that later calls reuse."""
+        """Return tensors for the rows of all ranks in memory that later calls reuse. No peer reads this memory, but it
+        grows like symmetric memory: then all ranks drop the sequences that contain its old address."""
         return [workspace(self.world, f"rows {i}", *spec).local for i, spec in enumerate(self._full)]
 
     def stage(self, tensors: TensorList, full: TensorList, stream: Stream) -> None:
