@@ -73,7 +73,7 @@ class Ledger:
         # the other stream.
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
-        self.last_stream: Hashable = None
+        self.last_stream: Hashable = ()  # differs from every stream; for None, torch's `stream != None` is False
         self.recent: set[Launches] = set()  # the calls on `last_stream` made since the last call on a different stream
 
     def enter(self, stream: Hashable, launches: Launches) -> list[Hashable]:

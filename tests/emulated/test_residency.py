@@ -259,6 +259,17 @@ def test_launches_that_fit_together() -> None:
     )
 
 
+def test_a_call_waits_for_a_call_on_a_stream_of_torch() -> None:
+    """torch evaluates `stream != None` as False, so a ledger that starts with None would never see a change of stream."""
+    a, b = (torch.Stream(stream_id=i, device_index=0, device_type=1) for i in (5, 6))  # CUDA's, of which torch only compares the numbers
+    whole = (frozenset({ResidentPrograms(4, (1,))}),)
+    ledger = Ledger(SMs(4, (1,)))
+    assert ledger.enter(a, whole) == []
+    assert ledger.last_stream == a and ledger.recent == {whole}
+    assert ledger.enter(b, whole) == [a]
+    assert ledger.last_stream == b
+
+
 def test_a_call_waits_for_all_that_may_still_run() -> None:
     """A call also waits for a call on a third stream, even if that call fits beside the second stream's last call."""
     half, whole = ((frozenset({ResidentPrograms(n, (1,))}),) for n in (2, 4))
