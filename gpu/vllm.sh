@@ -61,7 +61,7 @@ carry() { # keep part N and, with a word after its number, unpack all parts
   mkdir -p "$at"
   mv "$parts/$1/part" "$at.part$1"
   if [ "${2:-}" ]; then
-    cat "$at".part? | xz -dc | tar x -C "$at"
+    cat "$at".part? | xz -dc | tar xi -C "$at" # parts may hold several archives
     entry_points
     du -sm "$at"
   fi
