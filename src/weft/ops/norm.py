@@ -3,6 +3,7 @@ waits for another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import overload
 
@@ -122,35 +123,38 @@ def rms_norm(
     x, weight, total = x.contiguous(), weight.contiguous(), None
     if residual is not None:
         residual, total = residual.contiguous(), world.empty((rows, n), x.dtype)
-    out = normalised(world, (rows, n), x, weight, eps, residual, total, remap)
+    out = normalising(world, (rows, n), eps, residual is not None, remap)(x, weight, residual, total)
     world.finish(world.current_stream())
     return out if total is None else (out, total)
 
 
-def normalised(
-    world: World,
-    size: tuple[int, int],
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None,
-    total: torch.Tensor | None,
-    remap: Remap | None = None,
-) -> torch.Tensor:
-    """Return `rms_norm` of checked, contiguous operands. If there is a residual, h is stored in `total`."""
-    (rows, n), out = size, world.empty(size, x.dtype)
-    if rows:
-        cols = columns(world, remap)
-        runs = 1 << (-(-n // cols) - 1).bit_length()
-        r = max(1, world.backend.scale.norm_block // (runs * cols))
-        warps = min(32, max(4, r * runs * cols // 1024))
-        programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
-        own_parameters = ("eps", eps), ("R", r), ("RUNS", runs), ("PAIRS", world.batch_invariant)
-        launch = _launch(world, norm_kernel, programs, warps, size, remap, residual is not None, own_parameters)
+@prepared
+def normalising(
+    world: World, size: tuple[int, int], eps: float, has_residual: bool, remap: Remap | None = None
+) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]:
+    """Return `rms_norm` of `size` rows and columns as a function of checked, contiguous operands: x, weight, residual,
+    and the tensor for h. The last two are None unless `has_residual`."""
+    rows, n = size
+    if not rows:
+        return lambda x, *_: world.empty(size, x.dtype)
+    cols = columns(world, remap)
+    runs = 1 << (-(-n // cols) - 1).bit_length()
+    r = max(1, world.backend.scale.norm_block // (runs * cols))
+    warps = min(32, max(4, r * runs * cols // 1024))
+    programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
+    own_parameters = ("eps", eps), ("R", r), ("RUNS", runs), ("PAIRS", world.batch_invariant)
+    launch = _launch(world, norm_kernel, programs, warps, size, remap, has_residual, own_parameters)
+
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, total: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = world.empty(size, x.dtype)
         if residual is None:
             residual, total = x, out  # the kernel uses neither, but a launch needs an address
         launch(world.current_stream(), x=x, residual=residual, weight=weight, out=out, total=total)
-    return out
+        return out
+
+    return run
 
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:

@@ -16,9 +16,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from ...nn.scaled import Activation, ProductKeywords, product_operands
-from ...ops.product import matmul
-from ...scaled_tensor import E4M3, SCALE_BLOCK, ScaledTensor
+from ...ops.product import MATMUL, matmul
+from ...ops.quantize import quantize
+from ...ops.recipes import UNSCALED, ProductOptions, ScaledFactors
+from ...scaled_tensor import E4M3, SCALE_BLOCK
 from ...tensor_checks import DTYPES
 from ...world import World
 from .interface import VllmObject, gather_objects
@@ -114,9 +115,9 @@ def layout_problem(linear: VllmObject) -> str:
 def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     """Return x @ weight.T + bias. On a batch-invariant World weft's own GEMM computes the product. For a weight in e4m3
     vLLM computes it, or weft if no linear with this weight is known."""
-    stream = world.current_stream()
     if world.batch_invariant:
         return matmul(x.contiguous(), weight, bias, world=world)
+    stream = world.current_stream()
     if scale is None:
         return world.backend.linear(x.contiguous(), weight, bias, stream)
     linear: VllmObject = _linear_by_address.get(weight.data_ptr())
@@ -132,23 +133,23 @@ def product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale:
 
 def own_product(world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
     """Return x @ weight.T + bias for a weight in e4m3, computed by weft's kernels alone."""
-    operand, scaled_weight, options = scaled_operands(world, x, weight, scale)
-    return matmul(operand, scaled_weight, bias, world=world, **options)
+    product: Tensor = MATMUL(world, "auto", *scaled_operands(world, x, weight, bias, scale))
+    return product
 
 
 def scaled_operands(
-    world: World, x: Tensor, weight: Tensor, scale: Tensor | None
-) -> tuple[Activation, Activation, ProductKeywords]:
-    """Return the arguments of weft's operators for this product: x, the weight, and keywords for a result of x's dtype.
-    A scale of the whole weight is expanded to one scale for each row, since the operators do not combine a scale by
-    tensor with scales of x's rows."""
+    world: World, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
+) -> tuple[ScaledFactors, ProductOptions]:
+    """Return the operands and options of weft's ops for this product, whose result has x's dtype. For a weight in e4m3,
+    x is quantised. A scale of the whole weight is expanded to one scale for each row, since the ops do not combine a
+    scale by tensor with scales of x's rows."""
     if scale is None:
-        return x, weight, {}
+        return ScaledFactors(x, weight, bias), UNSCALED
     if is_of_whole_weight(scale):
         scale = scale.expand(weight.shape[0]).contiguous()
-    scaled_weight = ScaledTensor(weight, scale, "row" if scale.dim() == 1 else "block")
-    operand, options = product_operands(x, scaled_weight, x.dtype, world)
-    return operand, scaled_weight, options
+    recipe = "row" if scale.dim() == 1 else "block"
+    values, x_scale, _ = quantize(x, recipe, world=world)
+    return ScaledFactors(values, weight, bias, x_scale, scale), ProductOptions(recipe, x.dtype, fast_accum=True)
 
 
 def difference(world: World, linear: VllmObject, dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from ...op import Op, RowsCall, registered
-from ...ops.matmul_reduce.op import matmul_all_reduce
+from ...ops.matmul_reduce.op import MATMUL_ALL_REDUCE
 from ...ops.recipes import validate
 from ...plans import Plan, Sequential
 from ...prepared import OwnResult
@@ -38,9 +38,8 @@ def prepare_sequential(world: World, call: RowCall, plan: Plan) -> OwnResult:
     """Prepare the GEMM and weft's all-reduce, which chooses a plan of its own."""
 
     def run(operands: RowTensors, out: torch.Tensor | None) -> tuple[torch.Tensor]:
-        x, weight, bias, scale = operands
-        rows, scaled_weight, options = scaled_operands(world, x, weight, scale)
-        return (matmul_all_reduce(rows, scaled_weight, bias, world=world, out=out, **options),)
+        factors, options = scaled_operands(world, *operands)
+        return (MATMUL_ALL_REDUCE(world, "auto", factors, (True, *options), out),)
 
     return OwnResult(run)
 

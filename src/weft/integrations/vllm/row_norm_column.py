@@ -25,21 +25,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...nn.weave import Weave, halves
 from ...op import Op, RowsCall, registered
-from ...ops.all_gather_matmul.op import all_gather_matmul
+from ...ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from ...ops.all_reduce.call import NormOperands
 from ...ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ...ops.common import split_rows
-from ...ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
-from ...ops.norm import normalised, rms_norm
+from ...ops.matmul_reduce.op import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from ...ops.norm import normalising
 from ...plans import Decomposed, Plan, Sequential, TwoShotPull
-from ...prepared import OwnResult, Prepare
+from ...prepared import Operands, OwnResult, Prepare, Prepared, Returned
 from ...tensor_checks import check_operands, dims
 from ...torch_library import CallOptions
 from ...world import World
@@ -140,7 +140,8 @@ class LayerTensors(NamedTuple):
 @dataclass(frozen=True)
 class RowNormColumnCall(RowsCall):
     """A checked call. m is the number of tokens; k and n are the numbers of columns of x and of the result, or 0 if the
-    call omits that GEMM. `plain_norm` is true if the norm's weight has the dtype of x."""
+    call omits that GEMM. residual, biases: whether the call has a residual, and the biases of both GEMMs. `plain_norm`
+    is true if the norm's weight has the dtype of x."""
 
     h: int
     k: int
@@ -148,6 +149,7 @@ class RowNormColumnCall(RowsCall):
     dtype: torch.dtype
     eps: float
     residual: bool
+    biases: tuple[bool, bool]
     plain_norm: bool
 
 
@@ -166,14 +168,35 @@ def by_operators(make: Callable[..., PassRun]) -> Prepare:
     return prepare
 
 
+class DecidedOp:
+    """An op that a form calls with operands of the same layouts, none of which requires a gradient. Eager calls find
+    their decision by the options alone, since `Op.call` needs more host time to look it up by the layouts."""
+
+    def __init__(self, world: World, op: Op[Any], plan: str | Plan = "auto") -> None:
+        self.world, self.op, self.plan = world, op, plan
+        self._decided: dict[Hashable, Prepared[Any]] = {}
+
+    def __call__(self, operands: Operands, options: CallOptions) -> Returned:
+        world, op = self.world, self.op
+        key = options, Op.table_version, op.operand_addresses(world, operands, None)
+        known, capturing = self._decided.get(key), world.backend.capturing()
+        if known is not None and not capturing:
+            world.begin(known.number, known.launches)
+            return known(operands, None)
+        results = op.call(world, self.plan, operands, options, None)
+        if not capturing and any(world.ran is decision for decision in world.decided.values()):
+            self._decided[key] = world.ran  # the first call may leave the decision to the second (`Op._decide`)
+        return results
+
+
 def summed_norm(
     world: World, call: RowNormColumnCall, full_residual: bool, plan: str | Plan = "auto"
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `all_reduce_rms_norm` as a function of x, residual and weight, none of which may require a gradient."""
-    options = call.eps, "rms", None, full_residual, None
+    """Return `all_reduce_rms_norm` as a function of x, residual and weight."""
+    decided, options = DecidedOp(world, ALL_REDUCE_RMS_NORM, plan), (call.eps, "rms", None, full_residual, None)
 
     def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y, new_residual, _ = ALL_REDUCE_RMS_NORM.call(world, plan, NormOperands(x, residual, weight), options, None)
+        y, new_residual, _ = decided(NormOperands(x, residual, weight), options)
         return y, new_residual
 
     return run
@@ -214,17 +237,20 @@ def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens
     if not (call.k and call.n and call.plain_norm):
         return own_rows(world, call, plan)
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
-    rows, own_size = None if len(set(counts)) == 1 else counts, (counts[world.rank], call.h)
+    rows = None if len(set(counts)) == 1 else tuple(counts)
+    scatter, gather = DecidedOp(world, MATMUL_REDUCE_SCATTER), DecidedOp(world, ALL_GATHER_MATMUL)
+    norm = normalising(world, (counts[world.rank], call.h), call.eps, call.residual)
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
-        assert t.row is not None and t.column is not None
-        x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
-        y = matmul_reduce_scatter(x, weight, t.row_bias, world=world, **options)
+        assert t.row is not None
+        operands, options = scaled_operands(world, t.x, t.row, t.row_bias, t.row_scale)
+        y = scatter(operands, (None, True, *options))
         residual = None if t.residual is None else t.residual[own_range].contiguous()
         new_residual = world.empty((call.m, call.h), call.dtype)
-        y = normalised(world, own_size, y, t.norm.contiguous(), call.eps, residual, new_residual[own_range])
-        x, weight, options = scaled_operands(world, y, t.column, t.column_scale)
-        return all_gather_matmul(x, weight, t.column_bias, world=world, rows=rows, **options), new_residual
+        y = norm(y, t.norm.contiguous(), residual, new_residual[own_range])
+        assert t.column is not None
+        operands, options = scaled_operands(world, y, t.column, t.column_bias, t.column_scale)
+        return gather(operands, (rows, 0, False, *options))[0], new_residual
 
     return run
 
@@ -234,16 +260,18 @@ def fused_sum(world: World, call: RowNormColumnCall, plan: FusedSum) -> PassRun:
     sequentially."""
     if not (call.k and call.plain_norm):
         return sequential(world, call, plan)
+    size, reduce = (call.m, call.h), DecidedOp(world, MATMUL_ALL_REDUCE)
+    norm = normalising(world, size, call.eps, call.residual)
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
         assert t.row is not None
-        x, weight, options = scaled_operands(world, t.x, t.row, t.row_scale)
-        y = residual = matmul_all_reduce(x, weight, t.row_bias, world=world, **options)
-        if t.residual is None:
-            y = rms_norm(y, t.norm, call.eps, world=world)
-        else:
-            y, residual = rms_norm(y, t.norm, call.eps, world=world, residual=t.residual)
-        return column_product(world, t, y), residual
+        operands, options = scaled_operands(world, t.x, t.row, t.row_bias, t.row_scale)
+        total = reduce(operands, (True, *options))
+        residual, new_residual = None, total
+        if t.residual is not None:
+            residual, new_residual = t.residual.contiguous(), world.empty(size, call.dtype)
+        y = norm(total, t.norm.contiguous(), residual, new_residual)
+        return column_product(world, t, y), new_residual
 
     return run
 
@@ -378,7 +406,8 @@ class RowNormColumn(Op[RowNormColumnCall]):
         check_operands(self.name, world, specs)
         (eps,) = options
         assert isinstance(eps, float)
-        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype)
+        has_residual, biases = residual is not None, (row_bias is not None, column_bias is not None)
+        return RowNormColumnCall(m, h, k, n, x.dtype, eps, has_residual, biases, norm.dtype == x.dtype)
 
     def meta(
         self, world: World, operands: LayerTensors, options: tuple[object, ...]
