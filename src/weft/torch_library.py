@@ -138,7 +138,8 @@ def into(op: str, out: Maybe, y: Tensor) -> Tensor:
 def tensors(op: Op, results: Results, like: Tensor) -> tuple[Tensor, ...]:
     """Return as many tensors as the operator returns, with empty tensors for results that the call does not have."""
     present = as_tuple(results)
-    return tuple(like.new_empty(0) if t is None else t for t in (*present, *(None,) * (op.outcomes - len(present))))
+    absent = (None,) * (op.outcomes - len(present))
+    return tuple([like.new_empty(0) if t is None else t for t in present + absent])
 
 
 def as_tuple(results: Results) -> tuple[Maybe, ...]:
@@ -157,9 +158,8 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
     outputs = ", ".join(["Tensor"] * op.outcomes)
 
     def run(*inputs: Any) -> Results:
-        *arguments, world_name, plan = inputs
-        definition, world = ops[name], world_of(world_name)
-        operands, options = tuple(arguments[:count]), tuple(map(plain, arguments[count:]))
+        world, plan, operands = world_of(inputs[-2]), inputs[-1], inputs[:count]
+        definition, options = ops[name], tuple(map(plain, inputs[count:-2]))
         results = as_tuple(definition.call(world, plan_of(plan), operands, options, None))
         ran: Prepared[Any] = world.ran
         if definition.num_saved and options[-1]:

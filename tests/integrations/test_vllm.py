@@ -23,6 +23,8 @@ from tests.integrations.vllm_standin import DecoderLayer, Gemma2Layer, H, Model,
 from weft.integrations import vllm
 from weft.integrations.vllm import interface, plugin
 from weft.integrations.vllm.row_norm_column import PASS_FORMS, ROW_NORM_COLUMN, LayerTensors
+from weft.op import Op
+from weft.ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
 POSITIONS = torch.arange(24)
@@ -537,6 +539,34 @@ def test_a_known_call_takes_a_strided_norm(plan: str) -> None:
         return torch.equal(dense, strided)
 
     assert all(standin.run(main))
+
+
+def test_a_known_call_looks_no_decision_up_until_the_table_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second call decides, because the first may be the only one of its size. A capture looks its own decision
+    up."""
+    look_ups, call = [0, 0], ALL_REDUCE_RMS_NORM.call
+
+    def counted(world: weft.World, *arguments: Any) -> Any:
+        look_ups[world.rank] += 1
+        return call(world, *arguments)
+
+    monkeypatch.setattr(ALL_REDUCE_RMS_NORM, "call", counted)
+
+    def main(world: weft.World) -> list[int]:
+        counts = []
+        for version in (Op.table_version, Op.table_version + 1):
+            world.exchange(None)
+            monkeypatch.setattr(Op, "table_version", version)
+            world.exchange(None)
+            for _ in range(4):
+                ROW_NORM_COLUMN(world, "sequential", LayerTensors(**operands(world.rank)), (1e-6,))
+            counts.append(look_ups[world.rank])
+        world.synchronize()
+        monkeypatch.setattr(world.backend, "capturing", lambda: True)
+        ROW_NORM_COLUMN(world, "sequential", LayerTensors(**operands(world.rank)), (1e-6,))
+        return [*counts, look_ups[world.rank]]
+
+    assert standin.run(main) == [[2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("plan", ["own_rows", "sequence_parallel"])

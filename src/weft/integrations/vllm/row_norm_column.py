@@ -39,7 +39,7 @@ from ...ops.common import split_rows
 from ...ops.matmul_reduce.op import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from ...ops.norm import normalising
 from ...plans import Decomposed, Plan, Sequential, TwoShotPull
-from ...prepared import Operands, OwnResult, Prepare, Prepared, Returned
+from ...prepared import Operands, OwnResult, Prepare, Prepared, Returned, made_once
 from ...tensor_checks import check_operands, dims
 from ...torch_library import CallOptions
 from ...world import World
@@ -178,13 +178,14 @@ class DecidedOp:
 
     def __call__(self, operands: Operands, options: CallOptions) -> Returned:
         world, op = self.world, self.op
-        key = options, Op.table_version, op.operand_addresses(world, operands, None)
+        addresses = op.operand_addresses(world, operands, None) if op.depends_on_addresses else None
+        key = options, Op.table_version, addresses
         known, capturing = self._decided.get(key), world.backend.capturing()
         if known is not None and not capturing:
             world.begin(known.number, known.launches)
             return known(operands, None)
         results = op.call(world, self.plan, operands, options, None)
-        if not capturing and any(world.ran is decision for decision in world.decided.values()):
+        if not capturing and id(world.ran) in map(id, world.decided.values()):
             self._decided[key] = world.ran  # the first call may leave the decision to the second (`Op._decide`)
         return results
 
@@ -239,16 +240,15 @@ def sequence_parallel(world: World, call: RowNormColumnCall, plan: ShardedTokens
     counts, own_range = split_rows(world, call.m), own_row_range(world, call.m)
     rows = None if len(set(counts)) == 1 else tuple(counts)
     scatter, gather = DecidedOp(world, MATMUL_REDUCE_SCATTER), DecidedOp(world, ALL_GATHER_MATMUL)
-    norm = normalising(world, (counts[world.rank], call.h), call.eps, call.residual)
+    norm = made_once(normalising, world, (counts[world.rank], call.h), call.eps, call.residual)
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
-        assert t.row is not None
+        assert t.row is not None and t.column is not None
         operands, options = scaled_operands(world, t.x, t.row, t.row_bias, t.row_scale)
         y = scatter(operands, (None, True, *options))
         residual = None if t.residual is None else t.residual[own_range].contiguous()
         new_residual = world.empty((call.m, call.h), call.dtype)
-        y = norm(y, t.norm.contiguous(), residual, new_residual[own_range])
-        assert t.column is not None
+        y = norm()(y, t.norm.contiguous(), residual, new_residual[own_range])
         operands, options = scaled_operands(world, y, t.column, t.column_bias, t.column_scale)
         return gather(operands, (rows, 0, False, *options))[0], new_residual
 
@@ -261,7 +261,7 @@ def fused_sum(world: World, call: RowNormColumnCall, plan: FusedSum) -> PassRun:
     if not (call.k and call.plain_norm):
         return sequential(world, call, plan)
     size, reduce = (call.m, call.h), DecidedOp(world, MATMUL_ALL_REDUCE)
-    norm = normalising(world, size, call.eps, call.residual)
+    norm = made_once(normalising, world, size, call.eps, call.residual)
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
         assert t.row is not None
@@ -270,7 +270,7 @@ def fused_sum(world: World, call: RowNormColumnCall, plan: FusedSum) -> PassRun:
         residual, new_residual = None, total
         if t.residual is not None:
             residual, new_residual = t.residual.contiguous(), world.empty(size, call.dtype)
-        y = norm(total, t.norm.contiguous(), residual, new_residual)
+        y = norm()(total, t.norm.contiguous(), residual, new_residual)
         return column_product(world, t, y), new_residual
 
     return run
