@@ -259,15 +259,31 @@ def test_launches_that_fit_together() -> None:
     )
 
 
+class StreamOfTorch:
+    """A stream that compares as torch's do: with None, both == and != are False; any other object is read as a stream,
+    whatever its memory contains."""
+
+    def __eq__(self, other: object) -> bool:
+        assert other is None or isinstance(other, StreamOfTorch), f"{other!r} would be read as a stream"
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and not self == other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def test_a_call_waits_for_a_call_on_a_stream_of_torch() -> None:
-    """torch evaluates `stream != None` as False, so a ledger that starts with None would never see a change of stream."""
-    a, b = (torch.Stream(stream_id=i, device_index=0, device_type=1) for i in (5, 6))  # CUDA's, of which torch only compares the numbers
+    torch_streams = [torch.Stream(stream_id=i, device_index=0, device_type=1) for i in (5, 6)]
     whole = (frozenset({ResidentPrograms(4, (1,))}),)
-    ledger = Ledger(SMs(4, (1,)))
-    assert ledger.enter(a, whole) == []
-    assert ledger.last_stream == a and ledger.recent == {whole}
-    assert ledger.enter(b, whole) == [a]
-    assert ledger.last_stream == b
+    for a, b in (torch_streams, [StreamOfTorch(), StreamOfTorch()]):
+        assert (a != b) and not (a != None or a == None)  # noqa: E711
+        ledger = Ledger(SMs(4, (1,)))
+        assert ledger.enter(a, whole) == []
+        assert ledger.last_stream == a and ledger.recent == {whole}
+        assert ledger.enter(b, whole) == [a]
+        assert ledger.last_stream == b
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:
