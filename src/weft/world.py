@@ -720,13 +720,14 @@ class World:
 
     def order(self, holder: Workspace, stream: Stream) -> None:
         """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; inside a
-        capture, serialise the uses by the streams in that capture."""
+        capture, serialise the uses by the streams in that capture, and outside, the uses by the other streams."""
         capturing = self.backend.capturing()
         if capturing:
             last, holder.last_captured = holder.last_captured, stream
         else:
             last, holder.last_stream = holder.last_stream, stream
-        if last is not None and last != stream and (not capturing or self.backend.captures(last)):
+        # An event of a captured stream would draw an eager call's stream into the capture.
+        if last is not None and last != stream and self.backend.captures(last) == capturing:
             self.backend.wait_event(stream, self.backend.record(last))
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:
