@@ -988,6 +988,21 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
     assert launched == [(2, 7), (2, 7)]
 
 
+def test_a_side_stream_leaves_the_current_gpu_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_stream also makes the stream's device the current one."""
+    current = [0]
+    stream: Any = SimpleNamespace(device_index=2)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.device_index))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    backend: Any = SimpleNamespace(device=torch.device("cuda", 2), current_stream=lambda: stream)
+    for thread in (0, 2):
+        current[0] = thread
+        with GpuBackend.on(backend, stream):
+            assert current == [2]
+        assert current == [thread]
+
+
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result does not depend on the thread's current device: a kernel that is loaded on a different GPU would be
     loaded again while a kernel waits."""

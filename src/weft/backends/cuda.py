@@ -372,17 +372,19 @@ def _enqueued(work: dist.Work | None) -> None:
 class _On:
     """`torch.cuda.stream` for streams of one device, with less host overhead than torch's."""
 
-    __slots__ = ("backend", "before", "stream")
+    __slots__ = ("backend", "before", "device", "stream")
 
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream) -> None:
         self.backend, self.stream = backend, stream
 
     def __enter__(self) -> None:
-        self.before = self.backend.current_stream()
-        torch.cuda.set_stream(self.stream)
+        self.before, self.device = self.backend.current_stream(), torch._C._cuda_getDevice()
+        torch.cuda.set_stream(self.stream)  # also makes the stream's device the thread's current one
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.before)
+        if self.device != self.backend.device.index:
+            torch.cuda.set_device(self.device)
 
 
 class _Recorded:
