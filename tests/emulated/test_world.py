@@ -1003,6 +1003,21 @@ def test_a_side_stream_leaves_the_current_gpu_of_its_thread(monkeypatch: pytest.
         assert current == [thread]
 
 
+def test_side_streams_of_a_world_are_different_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch returns its 32 streams of a priority in turn, also to other Worlds and to the caller. On one stream, the
+    programs of a fused GEMM + reduce-scatter that pull would wait for the GEMM after them."""
+    numbers = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (priority, next(numbers) % 32))
+    backend: Any = SimpleNamespace(device=None, _streams={}, current_stream=lambda: (-1, 5))
+    streams = []
+    for name in map(str, range(31)):
+        streams.append(GpuBackend.side_stream(backend, name))
+        for _ in range(31):  # another World's streams
+            torch.cuda.Stream(None, -1)
+    assert len({(-1, 5), *streams}) == 32 and GpuBackend.side_stream(backend, "7") == streams[7]
+    assert GpuBackend.side_stream(backend, "one too many") in [(-1, 5), *streams]
+
+
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result does not depend on the thread's current device: a kernel that is loaded on a different GPU would be
     loaded again while a kernel waits."""

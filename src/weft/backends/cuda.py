@@ -50,6 +50,7 @@ from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+POOL = 32  # torch has this many streams of each priority, and returns them in turn
 NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
@@ -191,7 +192,13 @@ class GpuBackend(Backend):
 
     def side_stream(self, name: str, urgent: bool = True) -> torch.cuda.Stream:
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+            # A kernel may wait for later work on a side stream, so the two must not be on one stream.
+            taken = self.current_stream(), *self._streams.values()
+            for _ in range(POOL):
+                stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+                if stream not in taken:
+                    break
+            self._streams[name] = stream
         return self._streams[name]
 
     def side_streams(self) -> Sequence[torch.cuda.Stream]:
