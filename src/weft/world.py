@@ -805,7 +805,7 @@ class World:
 
         @functools.cache
         def sequence_of(number: int) -> Callable[[], object]:
-            if self._sequences == MOST_SEQUENCES:
+            if self._sequences >= MOST_SEQUENCES and not self.backend.capturing():  # a capture destroys no graphs
                 self.forget_prepared()
             self._sequences += 1
             return self.backend.sequence(stream, work)
