@@ -35,7 +35,7 @@ import weft
 from tests.emulated.cases import changed, draw
 from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case
 from tests.gates import some
-from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
+from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton, moe
 from weft.backends import cuda, processes, shared_gpu
 from weft.backends.base import timeout_seconds
 from weft.backends.cuda import CudaBackend, GpuBackend, _device_of, _why_unreachable
@@ -45,6 +45,7 @@ from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
+from weft.ops.norm import Remap
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
 from weft.plans import (
@@ -1433,6 +1434,28 @@ def test_the_record_of_expired_waits_is_on_the_host_for_any_default_device() -> 
     with mock.patch.object(cuda, "torch", SimpleNamespace(zeros=zeros, int64=torch.int64)), torch.device("meta"):
         record = cuda.Record(torch.device("cpu"))
     assert record.guard[0] == timeout_seconds() * 1e9 and record.host.device.type == "cpu"
+
+
+def test_numbers_on_the_host_are_there_for_any_default_device() -> None:
+    """With torch.set_default_device("cuda"), `torch.tensor` and the like make tensors on the GPU unless they name a
+    device."""
+    x, ids, weights = draw(0, 4, 16), torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+    w13, w2 = draw(1, 1, 8, 16), draw(2, 1, 16, 8)
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        y = moe.moe(x, ids, weights, w13, w2, activation="gelu", world=world, plan="sequential")
+        rows, handle = moe.dispatch(x, ids, weights, experts=2, world=world, plan="sequential")
+        return [y, moe.combine(rows, handle)]
+
+    def on_meta(world: weft.World) -> list[torch.Tensor]:
+        with torch.device("meta"):
+            return main(world)
+
+    expected, results = (weft.spmd(f, 2, backend="emulated") for f in (main, on_meta))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    remap = Remap(4, 4, tiles_m=1, block_m=4, block_n=4, group_m=1)
+    with torch.device("meta"):
+        assert remap.index().device.type == "cpu"
 
 
 # -- errors of a user's first day --------------------------------------------------------------------------------------
