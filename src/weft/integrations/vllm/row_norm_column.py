@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, Generic, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...nn.weave import Weave, halves
-from ...op import Op, RowsCall, registered
+from ...op import C, Op, RowsCall, registered
 from ...ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from ...ops.all_reduce.call import NormOperands
 from ...ops.all_reduce.op import ALL_REDUCE_RMS_NORM
@@ -168,13 +168,13 @@ def by_operators(make: Callable[..., PassRun]) -> Prepare:
     return prepare
 
 
-class DecidedOp:
+class DecidedOp(Generic[C]):
     """An op that a form calls with operands of the same layouts, none of which requires a gradient. Eager calls find
     their decision by the options alone, since `Op.call` needs more host time to look it up by the layouts."""
 
-    def __init__(self, world: World, op: Op[Any], plan: str | Plan = "auto") -> None:
+    def __init__(self, world: World, op: Op[C], plan: str | Plan = "auto") -> None:
         self.world, self.op, self.plan = world, op, plan
-        self._decided: dict[Hashable, Prepared[Any]] = {}
+        self._decided: dict[Hashable, Prepared[C]] = {}
 
     def __call__(self, operands: Operands, options: CallOptions) -> Returned:
         world, op = self.world, self.op
