@@ -190,8 +190,8 @@ def test_eager_calls_of_an_op_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch
 
     (rows,) = weft.spmd(rank, 1, backend="emulated")
     assert [r.plan for r in rows] == [plan.to_json() for plan in (Sequential(), OneShot())]
-    turns = [set(order[i : i + 2]) for i in range(0, len(order), 2)]
-    assert turns == [{"sequential", "one_shot"}] * (1 + calls.EAGER_ROUNDS)
+    timed_kinds = [set(order[i : i + 2]) for i in range(0, len(order), 2)]
+    assert timed_kinds == [{"sequential", "one_shot"}] * (1 + calls.EAGER_ROUNDS)
 
 
 def test_the_measurements_are_enough_to_plan() -> None:

@@ -20,7 +20,7 @@ from ..profile import Measurement, TimedCall
 from . import moves
 from .common import Bench, GemmShape, Probe
 
-EAGER_ROUNDS = 5
+EAGER_ROUNDS = 5  # rounds of eager calls, in each of which the timer times every plan of an op
 MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is timed, in bytes
 
 
