@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -165,11 +166,60 @@ def test_a_range_of_one_size_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranges_are_divided_down_to_eighths() -> None:
-    """Among the sizes that vLLM captures, the comparison finds a form that is faster only from 481 to 512 tokens."""
+    """Among the sizes that vLLM captures, the comparison finds a form that is faster only from 481 to 512 tokens. In the
+    last range, the comparison finds a form that is faster only with the largest size."""
     captured = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     spans = {span.high: span for span in compare.spans(SimpleNamespace(captured=captured, max_tokens=4096))}  # type: ignore[arg-type]
     assert spans[512] == (512, ((257, 272), (385, 400), (449, 464), (481, 496)), "graph")
-    assert spans[4096] == (4096, tuple((low, low) for low in (2049, 3073, 3585, 3841)), "eager")
+    assert spans[4096] == (4096, tuple((low, low) for low in (2049, 3073, 3585, 3841, 3969)), "eager")
+
+
+SHARDED, FUSED, PARTS, WOVEN, WOVEN_16 = PASS_FORMS[2:]
+# Llama-70B with 16 layers on four H200s: the times of vLLM's own passes in ms, and the gains of the forms, by the
+# number of tokens.
+VLLM_MS = {1024: 15.9, 1025: 19.2, 2048: 28.4, 2049: 29.9, 3073: 42.2, 4096: 54.9, 4097: 54.1, 8192: 108.3}
+GAINS: dict[Plan, dict[int, float]] = {
+    Sequential(): {1024: 0.702, 2048: 0.951, 4096: 0.960, 8192: 0.971},
+    OwnRows(): {1024: 0.652, 1025: 0.665, 2048: 1.043, 2049: 0.814, 3073: 0.925, 4096: 1.046, 4097: 0.94, 8192: 1.031},
+    SHARDED: {1024: 0.523, 1025: 0.53, 2048: 1.056, 2049: 0.809, 3073: 0.829, 4096: 1.134, 4097: 0.855, 8192: 1.122},
+    FUSED: {1024: 0.559, 1025: 0.591, 2048: 1.068, 2049: 0.983, 3073: 1.023, 4096: 1.109, 4097: 1.045, 8192: 1.105},
+    PARTS: {2048: 0.762, 4096: 0.958, 8192: 0.992},
+    WOVEN: {2048: 0.736, 4096: 0.848, 4097: 0.873, 8192: 1.128},
+    WOVEN_16: {2048: 0.824, 4096: 0.95, 4097: 0.962, 8192: 1.082},
+}
+
+
+def test_a_range_is_divided_among_forms_that_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole layers in two parts win only with the largest size. A form is timed neither where it is slower by
+    interpolation, nor in a range for which the host alone needs longer than vLLM's whole pass."""
+    timed: dict[int, set[Any]] = {}
+
+    def between(points: dict[int, float], tokens: int) -> float:
+        return float(np.interp(tokens, list(points), list(points.values())))
+
+    def time(self: Chooser, choice: Choice[Any], way: Any, *_: Any) -> CallTime:
+        (tokens,) = choice.sizes
+        timed.setdefault(tokens, set()).add(way)
+        ms = between(VLLM_MS, tokens) / (1.0 if way == VLLM else between(GAINS[way], tokens))
+        return CallTime(ms, min(ms, 14.0 if way == VLLM else 38.0 if way in (PARTS, WOVEN, WOVEN_16) else 26.0))
+
+    monkeypatch.setattr(Chooser, "time", time)
+    backend = SimpleNamespace(capturing=lambda: False)
+    world: Any = SimpleNamespace(device="cpu", backend=backend, exchange=lambda times, title: [times])
+    stubs = dict(stack=SimpleNamespace(), serve=lambda ranges: None, put=lambda kind=None: None)
+    passes: Any = SimpleNamespace(world=world, captured=(512,), max_tokens=8192, **stubs)
+    ranges = compare.compare(passes, PASS_FORMS, lambda tokens: None, 32)
+    assert [(compared.low, compared.high, compared.form) for compared in ranges] == [
+        (1, 512, None), (513, 1024, None), (1025, 2048, None),
+        (2049, 3072, None), (3073, 4096, FUSED), (4097, 8064, FUSED), (8065, 8192, WOVEN),
+    ]  # fmt: skip
+    assert all(compared.high in Passes.known_sizes(passes) for compared in ranges)
+    rows = {Sequential(), OwnRows(), SHARDED, FUSED}
+    assert {tokens: ways - {VLLM} for tokens, ways in timed.items() if tokens > 512} == {
+        8192: set(PASS_FORMS), 4097: {OwnRows(), SHARDED, FUSED, WOVEN, WOVEN_16}, 8065: {SHARDED, FUSED, WOVEN},
+        4096: set(PASS_FORMS), 2049: rows - {Sequential()}, 3073: {FUSED},
+        2048: rows, 1025: rows - {Sequential()},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("experts", [False, True])
