@@ -4,6 +4,7 @@ creates nothing during requests. Stand-ins replace vLLM's classes, in the emulat
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import timeit
@@ -26,7 +27,7 @@ from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
 from weft.integrations.vllm.row_norm_column import PASS_FORMS, OwnRows
 from weft.integrations.vllm.row_norm_column import forms as forms_of
-from weft.integrations.vllm.served import ServedModel
+from weft.integrations.vllm.served import ServedModel, counts
 from weft.integrations.vllm.twin import Passes
 from weft.plans import Plan, Sequential
 from weft.timing import CallTime
@@ -321,8 +322,9 @@ def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyP
 
 
 def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA loads the kernels that pad at their first launch, and may wait for the GPU. The memory of these passes
-    stays allocated: only that of the comparison is freed."""
+    """CUDA loads the kernels that pad at their first launch, and may wait for the GPU. The memory of the comparison is
+    freed. After vLLM's capture, which frees all cached memory, the largest pass without a graph allocates its memory
+    again."""
     times_of(monkeypatch, lambda tokens, form: 2.0 if form == (OwnRows() if tokens <= 4 else PASS_FORMS[2]) else 0.5)
     ran: dict[int, list[Any]] = {0: [], 1: []}
 
@@ -330,9 +332,10 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
         ran[standin.current_world().rank].append(event)
 
     monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, tokens, **options: note(tokens))
+    monkeypatch.setattr(standin.ModelRunner, "capture_model", lambda self: note("capture"))
     monkeypatch.setattr(start, "free_cached_memory", lambda world: note("freed"))
     standin.run(lambda world: started(world) and None)
-    assert all(events[-8:] == ["freed", 12, 8, 4, 2, 1, 5, 3] for events in ran.values()), ran
+    assert all(events[-10:] == ["freed", 12, 8, 4, 2, 1, 5, 3, "capture", 12] for events in ran.values()), ran
 
 
 @pytest.mark.parametrize(
@@ -368,6 +371,18 @@ def test_padding_has_no_slots_in_the_cache() -> None:
     assert context.slot_mapping is own_slots and context.is_padding is padding
 
 
+def test_the_counts_after_the_start_contain_preparations_and_collections() -> None:
+    def main(world: weft.World) -> tuple[int, int, bool]:
+        before = counts(world)
+        world.prepared["a call"] = object()
+        gc.collect()
+        later = counts(world)
+        further = {name: later[name] - count for name, count in before.items()}
+        return further["preparations"], further["allocations"], further["collections"] > 0
+
+    assert standin.run(main) == [(1, 0, True)] * 2
+
+
 def requests(world: weft.World, count: int) -> tuple[str, int]:
     """Start an engine in a separate process, and run this many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
@@ -386,7 +401,7 @@ def requests(world: weft.World, count: int) -> tuple[str, int]:
 def test_nothing_is_made_during_requests(count: int) -> None:
     """Passes of random sizes on CPU ranks cause no compile, trial, decision or upload."""
     for text, prepared in weft.spmd(functools.partial(requests, count=count), 2, backend="gloo"):
-        assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads" in text, text
+        assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads, 0 preparations" in text, text
         assert "2 to 4 tokens: Sequential()" in text and prepared == 0
 
 
@@ -451,16 +466,16 @@ def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     timed = times_of(monkeypatch, lambda tokens, form: 1.5)
     kernel = tmp_path / "weft" / "ops" / "kernels.py"
     (kernel.parent / "__pycache__").mkdir(parents=True)
-    counts = []
+    timed_counts = []
     for source in ("x = 1", "x = 1", "x = 2"):
         kernel.write_text(source)
         os.utime(kernel, (0, 0))
-        (kernel.parent / f"__pycache__/kernels.cpython-312.pyc.{len(counts)}").write_text("")
+        (kernel.parent / f"__pycache__/kernels.cpython-312.pyc.{len(timed_counts)}").write_text("")
         plugin.hash_of_sources.cache_clear()
         standin.run(started)
-        counts.append(len(timed))
+        timed_counts.append(len(timed))
     plugin.hash_of_sources.cache_clear()
-    assert 0 < counts[0] == counts[1] < counts[2]
+    assert 0 < timed_counts[0] == timed_counts[1] < timed_counts[2]
 
 
 def test_the_hash_of_the_sources_is_cheap() -> None:
