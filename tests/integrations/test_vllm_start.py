@@ -429,6 +429,15 @@ def test_an_error_on_one_rank_leaves_all_to_vllm(monkeypatch: pytest.MonkeyPatch
         assert unchanged and "leaves to vLLM all: rank 1: RuntimeError: of this rank alone" in text, text
 
 
+def test_an_engine_whose_passes_cannot_be_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "pass_of", lambda *_: 1 / 0)
+
+    def main(world: weft.World) -> str:
+        return started(world)[1].text()
+
+    assert all("leaves to vLLM all: rank 0: ZeroDivisionError" in text for text in standin.run(main))
+
+
 def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compare, "stored_at", lambda model, depends_on: tmp_path / "ranges.json")
     timed = times_of(monkeypatch, lambda tokens, form: 1.5 if tokens > 8 and form == OwnRows() else 0.5)

@@ -175,8 +175,10 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
 def allocate(model: ServedModel, runner: VllmObject) -> None:
     """Run the largest passes again. vLLM frees torch's cached memory before it captures graphs, so requests would wait
     while CUDA allocates the memory. The call is collective."""
+    if model.passes is None:
+        return
     run = compare.pass_of(runner, model.config)
-    for tokens in [] if model.passes is None else model.passes.largest():
+    for tokens in model.passes.largest():
         run(tokens)
 
 
