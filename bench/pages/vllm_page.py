@@ -59,17 +59,18 @@ def serving(lines: Rows) -> str:
         mixes.setdefault(row["date"], []).append(row["mix"])
         size = f"{row['mix']}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
         size += f", {row['rate']:g} a second" * bool(row["rate"])
+        size += f", {row['method']}" * (row["method"] != "weft")
         latencies = [row["latency"][method] for method in (row["method"], row["baseline"])]
         tokens = [
             " / ".join("–" if name not in ms else f"{ms[name][0]:.1f}, {ms[name][1]:.1f}" for ms in latencies)
             for name in ("first_token_ms", "between_tokens_ms")
         ]
         ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
-        table.append([row["model"], size, row["method"], f"**{row['ratio']:.2f}x**", *ranges, *tokens])
+        table.append([row["model"], size, f"**{row['ratio']:.2f}x**", *ranges, *tokens])
     newest = lines[-1]
-    head = ["model", "requests of mean tokens in + out", "method", "median speedup", "range", "stock / stock", "first token, ms: method / stock",
-            "between tokens, ms: method / stock"]  # fmt: skip
+    head = ["model", "requests of mean tokens in + out", "median speedup", "range", "stock / stock"]
+    head += ["first token, ms", "between tokens, ms"]
     backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
-    note = f"{newest['layers']} layers of random weights; stock uses FlashInfer's fused all-reduce ({', '.join(sorted(backends))})"
+    note = f"{newest['layers']} layers of random weights; stock all-reduces with FlashInfer ({', '.join(sorted(backends))})"
     dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
-    return f"vLLM {newest['vllm']}, {newest['gpu']}, {dates}, {note}. Times are [median, 99%]:\n\n{grid(head, table)}"
+    return f"vLLM {newest['vllm']}, {newest['gpu']}, {dates}, {note}. Times: [median, 99%], weft / stock:\n\n{grid(head, table)}"

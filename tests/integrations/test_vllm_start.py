@@ -4,6 +4,7 @@ creates nothing during requests. Stand-ins replace vLLM's classes, in the emulat
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import timeit
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +27,7 @@ from weft.integrations.vllm import compare, plugin, start, twin
 from weft.integrations.vllm.compare import VLLM, Range
 from weft.integrations.vllm.row_norm_column import PASS_FORMS, OwnRows
 from weft.integrations.vllm.row_norm_column import forms as forms_of
-from weft.integrations.vllm.served import ServedModel
+from weft.integrations.vllm.served import ServedModel, counts
 from weft.integrations.vllm.twin import Passes
 from weft.plans import Plan, Sequential
 from weft.timing import CallTime
@@ -165,11 +167,63 @@ def test_a_range_of_one_size_is_timed_twice(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ranges_are_divided_down_to_eighths() -> None:
-    """Among the sizes that vLLM captures, the comparison finds a form that is faster only from 481 to 512 tokens."""
+    """Among the sizes that vLLM captures, the comparison finds a form that is faster only from 481 to 512 tokens. In the
+    last range, the comparison finds a form that is faster only with the largest size."""
     captured = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
     spans = {span.high: span for span in compare.spans(SimpleNamespace(captured=captured, max_tokens=4096))}  # type: ignore[arg-type]
     assert spans[512] == (512, ((257, 272), (385, 400), (449, 464), (481, 496)), "graph")
-    assert spans[4096] == (4096, tuple((low, low) for low in (2049, 3073, 3585, 3841)), "eager")
+    assert spans[4096] == (4096, tuple((low, low) for low in (2049, 3073, 3585, 3841, 3969)), "eager")
+
+
+SHARDED, FUSED, PARTS, WOVEN, WOVEN_16 = PASS_FORMS[2:]
+# Llama-70B with 16 layers on four H200s: the times of vLLM's own passes in ms, and the gains of the forms, by the
+# number of tokens.
+VLLM_MS = {1024: 15.9, 1025: 19.2, 2048: 28.4, 2049: 29.9, 3073: 42.2, 4096: 54.9, 4097: 54.1, 8192: 108.3}
+GAINS: dict[Plan, dict[int, float]] = {
+    Sequential(): {1024: 0.702, 2048: 0.951, 4096: 0.960, 8192: 0.971},
+    OwnRows(): {1024: 0.652, 1025: 0.665, 2048: 1.043, 2049: 0.814, 3073: 0.925, 4096: 1.046, 4097: 0.94, 8192: 1.031},
+    SHARDED: {1024: 0.523, 1025: 0.53, 2048: 1.056, 2049: 0.809, 3073: 0.829, 4096: 1.134, 4097: 0.855, 8192: 1.122},
+    FUSED: {1024: 0.559, 1025: 0.591, 2048: 1.068, 2049: 0.983, 3073: 1.023, 4096: 1.109, 4097: 1.045, 8192: 1.105},
+    PARTS: {2048: 0.762, 4096: 0.958, 8192: 0.992},
+    WOVEN: {2048: 0.736, 4096: 0.848, 4097: 0.873, 8192: 1.128},
+    WOVEN_16: {2048: 0.824, 4096: 0.95, 4097: 0.962, 8192: 1.082},
+}
+
+
+def test_a_range_is_divided_among_forms_that_can_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole layers in two parts win only with the largest size. A form is timed neither where it is slower by
+    interpolation, nor in a range for which the host alone needs longer than vLLM's whole pass. A way that is slower
+    than the chosen way is not timed in rounds."""
+    timed: dict[int, Counter[Any]] = {}
+    monkeypatch.setattr(chooser, "ROUNDS", 5)
+
+    def between(points: dict[int, float], tokens: int) -> float:
+        return float(np.interp(tokens, list(points), list(points.values())))
+
+    def time(self: Chooser, choice: Choice[Any], way: Any, *_: Any) -> CallTime:
+        (tokens,) = choice.sizes
+        timed.setdefault(tokens, Counter())[way] += 1
+        ms = between(VLLM_MS, tokens) / (1.0 if way == VLLM else between(GAINS[way], tokens))
+        return CallTime(ms, min(ms, 14.0 if way == VLLM else 38.0 if way in (PARTS, WOVEN, WOVEN_16) else 26.0))
+
+    monkeypatch.setattr(Chooser, "time", time)
+    backend = SimpleNamespace(capturing=lambda: False)
+    world: Any = SimpleNamespace(device="cpu", backend=backend, exchange=lambda times, title: [times])
+    stubs = dict(stack=SimpleNamespace(), serve=lambda ranges: None, put=lambda kind=None: None)
+    passes: Any = SimpleNamespace(world=world, captured=(512,), max_tokens=8192, **stubs)
+    ranges = compare.compare(passes, PASS_FORMS, lambda tokens: None, 32)
+    assert [(compared.low, compared.high, compared.form) for compared in ranges] == [
+        (1, 512, None), (513, 1024, None), (1025, 2048, None),
+        (2049, 3072, None), (3073, 4096, FUSED), (4097, 8064, FUSED), (8065, 8192, WOVEN),
+    ]  # fmt: skip
+    assert all(compared.high in Passes.known_sizes(passes) for compared in ranges)
+    rows = {Sequential(), OwnRows(), SHARDED, FUSED}
+    assert timed[8065] == {VLLM: 2, SHARDED: 6, FUSED: 6, WOVEN: 6}
+    assert {tokens: set(ways) - {VLLM} for tokens, ways in timed.items() if tokens > 512} == {
+        8192: set(PASS_FORMS), 4097: {OwnRows(), SHARDED, FUSED, WOVEN, WOVEN_16}, 8065: {SHARDED, FUSED, WOVEN},
+        4096: set(PASS_FORMS), 2049: rows - {Sequential()}, 3073: {FUSED},
+        2048: rows, 1025: rows - {Sequential()},
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -271,8 +325,9 @@ def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyP
 
 
 def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA loads the kernels that pad at their first launch, and may wait for the GPU. The memory of these passes
-    stays allocated: only that of the comparison is freed."""
+    """CUDA loads the kernels that pad at their first launch, and may wait for the GPU. The memory of the comparison is
+    freed. After vLLM's capture, which frees all cached memory, the largest pass without a graph allocates its memory
+    again."""
     times_of(monkeypatch, lambda tokens, form: 2.0 if form == (OwnRows() if tokens <= 4 else PASS_FORMS[2]) else 0.5)
     ran: dict[int, list[Any]] = {0: [], 1: []}
 
@@ -280,9 +335,10 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
         ran[standin.current_world().rank].append(event)
 
     monkeypatch.setattr(standin.ModelRunner, "_dummy_run", lambda self, tokens, **options: note(tokens))
+    monkeypatch.setattr(standin.ModelRunner, "capture_model", lambda self: note("capture"))
     monkeypatch.setattr(start, "free_cached_memory", lambda world: note("freed"))
     standin.run(lambda world: started(world) and None)
-    assert all(events[-8:] == ["freed", 12, 8, 4, 2, 1, 5, 3] for events in ran.values()), ran
+    assert all(events[-10:] == ["freed", 12, 8, 4, 2, 1, 5, 3, "capture", 12] for events in ran.values()), ran
 
 
 @pytest.mark.parametrize(
@@ -318,6 +374,18 @@ def test_padding_has_no_slots_in_the_cache() -> None:
     assert context.slot_mapping is own_slots and context.is_padding is padding
 
 
+def test_the_counts_after_the_start_contain_preparations_and_collections() -> None:
+    def main(world: weft.World) -> tuple[int, int, bool]:
+        before = counts(world)
+        world.prepared["a call"] = object()
+        gc.collect()
+        later = counts(world)
+        further = {name: later[name] - count for name, count in before.items()}
+        return further["preparations"], further["allocations"], further["collections"] > 0
+
+    assert standin.run(main) == [(1, 0, True)] * 2
+
+
 def requests(world: weft.World, count: int) -> tuple[str, int]:
     """Start an engine in a separate process, and run this many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
@@ -336,7 +404,7 @@ def requests(world: weft.World, count: int) -> tuple[str, int]:
 def test_nothing_is_made_during_requests(count: int) -> None:
     """Passes of random sizes on CPU ranks cause no compile, trial, decision or upload."""
     for text, prepared in weft.spmd(functools.partial(requests, count=count), 2, backend="gloo"):
-        assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads" in text, text
+        assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads, 0 preparations" in text, text
         assert "2 to 4 tokens: Sequential()" in text and prepared == 0
 
 
@@ -359,6 +427,15 @@ def test_an_error_on_one_rank_leaves_all_to_vllm(monkeypatch: pytest.MonkeyPatch
 
     for unchanged, text in standin.run(main):
         assert unchanged and "leaves to vLLM all: rank 1: RuntimeError: of this rank alone" in text, text
+
+
+def test_an_engine_whose_passes_cannot_be_run_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "pass_of", lambda *_: 1 / 0)
+
+    def main(world: weft.World) -> str:
+        return started(world)[1].text()
+
+    assert all("leaves to vLLM all: rank 0: ZeroDivisionError" in text for text in standin.run(main))
 
 
 def test_a_later_start_times_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -401,16 +478,16 @@ def test_other_sources_are_compared_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     timed = times_of(monkeypatch, lambda tokens, form: 1.5)
     kernel = tmp_path / "weft" / "ops" / "kernels.py"
     (kernel.parent / "__pycache__").mkdir(parents=True)
-    counts = []
+    timed_counts = []
     for source in ("x = 1", "x = 1", "x = 2"):
         kernel.write_text(source)
         os.utime(kernel, (0, 0))
-        (kernel.parent / f"__pycache__/kernels.cpython-312.pyc.{len(counts)}").write_text("")
+        (kernel.parent / f"__pycache__/kernels.cpython-312.pyc.{len(timed_counts)}").write_text("")
         plugin.hash_of_sources.cache_clear()
         standin.run(started)
-        counts.append(len(timed))
+        timed_counts.append(len(timed))
     plugin.hash_of_sources.cache_clear()
-    assert 0 < counts[0] == counts[1] < counts[2]
+    assert 0 < timed_counts[0] == timed_counts[1] < timed_counts[2]
 
 
 def test_the_hash_of_the_sources_is_cheap() -> None:

@@ -152,7 +152,7 @@ def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     assert "(trtllm)" in page and "1.50x" not in page and "NVIDIA H100, 2026-11-26, 16 layers" in page
     page_of_dates = vllm_page.serving([row(1.5, "prompts"), row(1.02), row(1.1, "prompts", "2026-11-27")])
     assert "2026-11-26 (decode), 2026-11-27 (prompts), 16 layers" in page_of_dates and "1.50x" not in page_of_dates
-    cells = "| Llama-8B | decode: 8 of 128 + 64 | weft | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
+    cells = "| Llama-8B | decode: 8 of 128 + 64 | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
     assert cells in page
 
 

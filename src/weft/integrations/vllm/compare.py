@@ -4,9 +4,10 @@ engine's limit.
 
 A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back.
 A form (`PASS_FORMS`) is chosen for a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends;
-if several forms are, the fastest is chosen. Ranges are compared in descending order. A form that is far slower than
-vLLM's own pass at the high end of a range is not timed in the lower ranges of the same mode, where the host's time
-weighs more. The ranges are stored together with everything that the times depend on, so that later starts time nothing.
+if several forms are, the fastest is chosen. If another form is faster at the high end, the range is divided
+(`Comparison.divided`). Ranges are compared in descending order, and forms that cannot win in the lower ranges are not
+timed there (`Comparison.hopeful`). The ranges are stored together with everything that the times depend on, so that
+later starts time nothing.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -37,9 +39,13 @@ from .woven import FEWEST_TOKENS
 VLLM = "vLLM"  # the candidate for vLLM's own pass
 PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
-Times: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and the time of a pass in each way
+Times: TypeAlias = dict[PassWay, CallTime]  # the time of a pass in each way
+Named: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and the time of a pass by the name of its way
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
-FAR_SLOWER = 1.2  # timing of a form stops if it is slower than vLLM's own pass by this factor
+# A way is not timed in rounds if its first timed passes are slower than the chosen way's by this factor, which is
+# larger in graphs, because short passes vary more.
+SLOWER = {"eager": 1.02, "graph": 1.2}
+FAR_SLOWER = 1.2  # a form that is slower than vLLM's own pass by this factor is not timed in lower ranges
 PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
@@ -55,13 +61,13 @@ class TokenSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Range:
-    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of the passes
-    at both ends, as (tokens, {way: time}); it is empty if no form was worth timing."""
+    """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of passes in
+    the range, as (tokens, {way: time}); it is empty if no form was worth timing."""
 
     low: int
     high: int
     form: Plan | None
-    us: tuple[Times, ...]
+    us: tuple[Named, ...]
 
     def line(self) -> str:
         """Return the report's line for the range, which contains the speed of each form relative to vLLM's own pass."""
@@ -83,8 +89,11 @@ def host_bound(time: CallTime) -> str:
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
 def spans(passes: Passes) -> Iterator[TokenSpan]:
-    """Yield the ranges: powers of four divide the captured sizes, powers of two the other sizes. If a form wins only at
-    the high end of a range, the upper half of the range is tried, then the upper quarter, and then the upper eighth."""
+    """Yield the ranges: powers of four divide the captured sizes, powers of two the other sizes. If a form is the
+    fastest only at the high end of a range, the upper half of the range is tried, then the upper quarter, and then the
+    upper eighth. Of the last range, the tokens that the twin pads to the largest number are tried too, because most
+    steps have the largest number if prompts wait. No two parts share a size of the twin. Without a graph a low end is
+    the worst case: it has the most padding, and each rank's shard of the rows ends with the smallest part of a tile."""
     captured = passes.captured
     high = 0
     for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
@@ -95,9 +104,11 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
         high = sizes[-1]
     while high < passes.max_tokens:
         low, high = high + 1, min(1 << high.bit_length(), passes.max_tokens)
-        steps = (high - low + 1) // STEP
-        lows = dict.fromkeys(low + steps * part // 8 * STEP for part in PARTS)
-        yield TokenSpan(high, tuple((low, low) for low in lows), "eager")
+        steps = [(high - low + 1) // STEP * part // 8 for part in PARTS]
+        starts = [low, *((low - 1) // STEP * STEP + step * STEP + 1 for step in steps if step)]
+        if high == passes.max_tokens:
+            starts.append(max(low, (high - 1) // STEP * STEP + 1))
+        yield TokenSpan(high, tuple((start, start) for start in dict.fromkeys(starts)), "eager")
 
 
 def forms_of(by_rows: bool, passes: Passes) -> Sequence[Plan]:
@@ -125,48 +136,104 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
     passes.put(Compared)
-
-    def timed(tokens: int, forms: Sequence[Plan], mode: str) -> tuple[Times, dict[Plan, float]]:
-        """Return the times of passes of `tokens` tokens, and the gain of each form that is fast enough."""
-        # A Chooser times each size once, and a range of one size needs two trials.
-        chooser = Chooser(back_to_back, passes.world.backend.capturing, passes.world)
-        trial = chooser.trial(choice(passes, tokens, forms, mode, run))
-        assert trial is not None
-        gains = {form: trial.times[VLLM].gpu / trial.times[form].gpu for form in forms}
-        times = {str(way): time for way, time in trial.times.items()}
-        return (tokens, times), {form: gain for form, gain in gains.items() if gain >= MIN_SPEEDUP}
-
+    comparison = Comparison(passes, run)
     ranges: list[Range] = []
-    hopeless: set[tuple[Plan, str]] = set()
     for span in reversed(list(spans(passes))):
-        forms = [form for form in allowed if may_run(form, span) and (form, span.mode) not in hopeless]
-        if not forms:
-            ranges.append(Range(span.lows[0][0], span.high, None, ()))
-            continue
-        high_times, high_gains = timed(span.high, forms, span.mode)
-        limit = FAR_SLOWER * high_times[1][VLLM].gpu
-        hopeless |= {(form, span.mode) for form in forms if high_times[1][str(form)].gpu > limit}
-        lost: list[Times] = []
-        best, begin = None, span.lows[0][0]
-        for low, size in span.lows if high_gains else ():
-            times, gains = timed(size, list(high_gains), span.mode)
-            if gains:
-                best, begin = max(gains, key=lambda form: min(gains[form], high_gains[form])), low
-                break
-            lost.append(times)
-        if best is None:
-            ranges.append(Range(begin, span.high, None, (high_times, *lost)))
-            continue
-        ranges.append(Range(begin, span.high, best, tuple(dict([high_times, times]).items())))
-        if lost:
-            ranges.append(Range(span.lows[0][0], begin - 1, None, tuple(lost)))
+        forms = comparison.hopeful(allowed, span)
+        whole = Range(span.lows[0][0], span.high, None, ())
+        ranges[:0] = comparison.divided(span, forms) if forms else [whole]
     passes.serve(())
     passes.put()
     del passes.stack.__dict__["weft_ids"]
-    return ranges[::-1]
+    return ranges
 
 
-def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, run: RunPass) -> Choice[PassWay]:
+@dataclass
+class Comparison:
+    """The comparison so far. `far_slower` contains the forms, with the mode, that were far slower at the high end of a
+    range. `host` is, by form, the host's shortest time for a pass without a graph, and `vllm` the shortest time of
+    vLLM's own pass without a graph, in us. All ranks have the same times, so they make the same decisions."""
+
+    passes: Passes
+    run: RunPass
+    far_slower: set[tuple[Plan, str]] = field(default_factory=set)
+    host: dict[Plan, float] = field(default_factory=dict)
+    vllm: float = math.inf
+
+    def hopeful(self, allowed: Sequence[Plan], span: TokenSpan) -> list[Plan]:
+        """Return the forms to time in a range. The host's time hardly depends on the number of tokens. So without a
+        graph, a form cannot win if the host needs longer for it than vLLM's whole pass took with more tokens."""
+        forms = [form for form in allowed if may_run(form, span) and (form, span.mode) not in self.far_slower]
+        return [form for form in forms if span.mode == "graph" or self.host.get(form, 0.0) * MIN_SPEEDUP <= self.vllm]
+
+    def divided(self, span: TokenSpan, forms: Sequence[Plan]) -> list[Range]:
+        """Return the ranges into which one of these forms, or several, divide a range of tokens. From the widest part
+        of the range to the narrowest, each low end is timed with the way that is chosen so far, which is vLLM's own
+        pass at first, and with its rivals, the forms that are faster at the high end. From the low end at which a rival
+        is faster too, the fastest rival is chosen. Since the time of a pass is almost linear in the number of tokens,
+        a rival is not timed where it is not faster by interpolation between the widest part's two ends."""
+        high = self.time(span.high, VLLM, forms, span.mode)
+        slowest = FAR_SLOWER * high[VLLM].gpu
+        self.far_slower |= {(form, span.mode) for form in forms if high[form].gpu > slowest}
+        times: dict[int, Times] = {span.high: high}
+        parts: list[tuple[int, PassWay]] = [(span.lows[0][0], VLLM)]  # each part's low end and way
+        for low, size in span.lows:
+            _, chosen = parts[-1]
+            rivals = [form for form in forms if is_faster(form, chosen, high)]
+            if low > parts[0][0] and rivals:
+                between = interpolated(span.lows[0][1], times[span.lows[0][1]], span.high, high, size)
+                rivals = [form for form in rivals if is_faster(form, chosen, between)]
+            if not rivals:
+                continue
+            at_low = self.time(size, chosen, rivals, span.mode)
+            times[size] = times.get(size, {}) | at_low
+            faster = [form for form in rivals if is_faster(form, chosen, at_low)]
+            if faster:
+                if not is_faster(chosen, VLLM, at_low):  # where the part below ends
+                    parts[-1] = parts[-1][0], VLLM
+                parts.append((low, max(faster, key=lambda form: min(gain(form, at_low), gain(form, high)))))
+        ends = [low - 1 for low, _ in parts[1:]] + [span.high]
+        named = [(tokens, {str(way): us for way, us in ways.items()}) for tokens, ways in times.items()]
+        return [
+            Range(low, end, way if isinstance(way, Plan) else None, tuple(t for t in named if low <= t[0] <= end))
+            for (low, way), end in zip(parts, ends, strict=True)
+            if low <= end
+        ]
+
+    def time(self, tokens: int, chosen: PassWay, forms: Sequence[Plan], mode: str) -> Times:
+        """Return the times of passes of `tokens` tokens in the way that is chosen so far, in these forms, and of
+        vLLM's own pass."""
+        # A Chooser times each size once, and a range of one size needs two trials.
+        chooser = Chooser(back_to_back, self.passes.world.backend.capturing, self.passes.world)
+        trial = chooser.trial(choice(self.passes, tokens, chosen, (VLLM, *forms), mode, self.run))
+        assert trial is not None
+        if mode == "eager":
+            self.vllm = min(self.vllm, trial.times[VLLM].gpu)
+            for form in forms:
+                self.host[form] = min(self.host.get(form, math.inf), trial.times[form].host)
+        return trial.times
+
+
+def gain(way: PassWay, times: Times) -> float:
+    """Return how many times as fast as vLLM's own pass a pass is."""
+    return times[VLLM].gpu / times[way].gpu
+
+
+def is_faster(form: PassWay, chosen: PassWay, times: Times) -> bool:
+    """Return whether a form is faster than vLLM's own pass and the chosen way, by more than equal passes differ."""
+    return gain(form, times) >= MIN_SPEEDUP * max(gain(chosen, times), 1.0)
+
+
+def interpolated(low: int, low_times: Times, high: int, high_times: Times, tokens: int) -> Times:
+    """Return the times of passes between two numbers of tokens, for the ways that were timed at both."""
+    part = (tokens - low) / (high - low)
+    ends = {way: zip(time, high_times[way], strict=True) for way, time in low_times.items()}
+    return {way: CallTime(*(a + part * (b - a) for a, b in times)) for way, times in ends.items()}
+
+
+def choice(
+    passes: Passes, tokens: int, chosen: PassWay, candidates: Sequence[PassWay], mode: str, run: RunPass
+) -> Choice[PassWay]:
     """Return the Choice of the way in which passes of `tokens` tokens run."""
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
@@ -183,9 +250,9 @@ def choice(passes: Passes, tokens: int, candidates: Sequence[Plan], mode: str, r
     def once(way: PassWay) -> None:
         graphs[way].replay() if mode == "graph" else in_way(way)
 
-    expected, title = (lambda mode: VLLM), "whole passes"
+    expected, title = (lambda mode: chosen), "whole passes"
     key = ("passes", tokens)
-    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=FAR_SLOWER)
+    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=SLOWER[mode])
 
 
 class Compared(Switched):

@@ -17,7 +17,7 @@ from .. import installed_version
 
 T = TypeVar("T")
 VllmObject: TypeAlias = Any  # an object of vLLM, whose attributes the type checker does not know
-TRIED_VLLM = ("0.26", "0.32")  # the versions of vLLM that the tests have run (the table in docs/vllm.md)
+TRIED_VLLM = ("0.26", "0.32")  # the versions of vLLM that the tests have run (docs/vllm.md)
 VLLM_LAYERS = "vllm.model_executor.layers"
 REQUIRED = {  # the function and the parameters for each name; if a function is missing, the plugin serves nothing
     "load_model": "vllm.model_executor.model_loader.base_loader:BaseModelLoader.load_model"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from ...chooser import Chooser
 from ...plans import Plan
@@ -82,9 +85,20 @@ class ServedModel:
 
 
 def counts(world: World) -> Counter[str]:
-    """Return the number of objects made so far, for each kind of object that only the start of an engine may make."""
+    """Return the number of events so far, for each kind of event that may delay a request. A World whose prepared calls
+    are dropped has fewer `preparations`. `allocations` counts the segments that torch's allocator has asked CUDA for,
+    and `collections` counts Python's collections of all objects."""
     trials = len(world.choices.trials) + len(Chooser.alone.trials)
-    return Counter(compiles=world.backend.kernels, trials=trials, decisions=len(world.decided), uploads=world.uploads)
+    memory = torch.cuda.memory_stats(world.device) if world.device.type == "cuda" else {}
+    return Counter(
+        compiles=world.backend.kernels,
+        trials=trials,
+        decisions=len(world.decided),
+        uploads=world.uploads,
+        preparations=len(world.prepared),
+        allocations=memory.get("segment.all.allocated", 0),
+        collections=gc.get_stats()[-1]["collections"],
+    )
 
 
 def text() -> str:

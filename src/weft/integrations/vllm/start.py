@@ -37,6 +37,7 @@ def hook_worker() -> None:
         for model in unfinished(self):
             start(model, self.model_runner)  # the worker captures nothing
         for model in models_of(self):
+            allocate(model, self.model_runner)
             model.counts = None if model.world is None else counts(model.world)
         return result
 
@@ -152,7 +153,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             model.seconds = time.monotonic() - began
             if model.group.rank_in_group == 0:
                 store(model)
-        free_cached_memory(passes.world)  # of the comparison; requests reuse the memory of the passes below
+        free_cached_memory(passes.world)  # of the comparison
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
@@ -169,6 +170,16 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         for tokens in passes.warm_ups():
             run(tokens)
         passes.world.wait_for_streams()
+
+
+def allocate(model: ServedModel, runner: VllmObject) -> None:
+    """Run the largest passes again. vLLM frees torch's cached memory before it captures graphs, so requests would wait
+    while CUDA allocates the memory. The call is collective."""
+    if model.passes is None:
+        return
+    run = compare.pass_of(runner, model.config)
+    for tokens in model.passes.largest():
+        run(tokens)
 
 
 def free_cached_memory(world: World) -> None:

@@ -157,6 +157,12 @@ class Passes:
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
+    def largest(self) -> list[int]:
+        """Return the largest size of each form that runs without a graph, in descending order."""
+        table = forms(self.world)
+        largest = {table[size]: size for size in sorted(set(self.sizes) - {0, *self.captured})}
+        return sorted(largest.values(), reverse=True)
+
     def weave_on_all_ranks(self, why: str, group: VllmObject) -> None:
         """Turn off passes in two parts over whole layers if any rank cannot run them. `why` is this rank's reason, or
         "". The call is collective."""
