@@ -103,7 +103,7 @@ class GpuBackend(Backend):
         self._plain_launcher = Launcher(self)
         self.launcher: Launcher | NotingLauncher = self._plain_launcher
         self._noting = Noting(self._note)
-        self.collective = self.call
+        self.collective = self._collective
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
@@ -209,7 +209,7 @@ class GpuBackend(Backend):
         return _Recorded(event, self._events)
 
     def wait_event(self, stream: torch.cuda.Stream, event: _Recorded) -> None:
-        stream.wait_event(event.event)
+        event.event.wait(stream)  # as stream.wait_event does, without its frame
 
     def sequence(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Callable[[], object]:
         return _Sequence(self, stream, work)
@@ -228,7 +228,7 @@ class GpuBackend(Backend):
     def on_side_stream(self) -> bool:
         return self.current_stream() != torch.cuda.default_stream(self.device)
 
-    def finish(self, stream: torch.cuda.Stream) -> None:
+    def finish(self, stream: torch.cuda.Stream | None = None) -> None:
         pass
 
     # -- stream operations
@@ -255,17 +255,26 @@ class GpuBackend(Backend):
     def _note(self, noting: bool) -> None:
         """Replace the launcher only while calls are noted, so that other calls lose no host time."""
         self.launcher = NotingLauncher(self._plain_launcher, self._noting) if noting else self._plain_launcher
-        self.collective = self._noted_collective if noting else self.call
+        self.collective = self._noted_collective if noting else self._collective
+
+    def _collective(
+        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
+    ) -> None:
+        """Enqueue a collective of NCCL on a stream, and make the stream wait for it."""
+        if stream.cuda_stream != torch._C._cuda_getCurrentRawStream(self.device.index):
+            with _On(self, stream):
+                return self._collective(stream, enqueue, *arguments)
+        if self.uploads.pending:
+            self.uploads.precede(stream)
+        work = enqueue(*arguments)
+        if work is not None:
+            work.wait()
 
     def _noted_collective(
-        self,
-        fn: Callable[[], object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
+        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
     ) -> None:
         self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device), id(self)))
-        self.call(fn, reads, writes, stream)
+        self._collective(stream, enqueue, *arguments)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         with torch.cuda.device(self.device):  # otherwise Triton would load the kernel for the thread's current device
@@ -361,12 +370,6 @@ def _on_this_stream(options: OnThisStream) -> OnThisStream:
 _GATHER = _on_this_stream(AllgatherOptions())
 _SCATTER = _on_this_stream(ReduceScatterOptions())
 _REDUCE = _on_this_stream(AllreduceOptions())
-
-
-def _enqueued(work: dist.Work | None) -> None:
-    """Make the current stream wait for a collective."""
-    if work is not None:
-        work.wait()
 
 
 class _On:
@@ -726,15 +729,14 @@ class CudaBackend(GpuBackend):
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        self.collective(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
+        self.collective(stream, self.group._allgather_base, out, x, _GATHER)
 
     def all_gather_together(
         self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
         if self.size == 1:
             return super().all_gather_together(outs, inputs, stream)
-        gather = self.group.allgather_into_tensor_coalesced
-        self.collective(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
+        self.collective(stream, self.group.allgather_into_tensor_coalesced, [*outs], [*inputs], _GATHER)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
         """Make a separate process group. In a World that contains only some of torch.distributed's ranks this returns
@@ -752,14 +754,12 @@ class CudaBackend(GpuBackend):
     ) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        group = on or self.group
-        self.collective(lambda: _enqueued(group._reduce_scatter_base(out, x, _SCATTER)), [x], [out], stream)
+        self.collective(stream, (on or self.group)._reduce_scatter_base, out, x, _SCATTER)
 
     def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None) -> None:
         if self.size == 1:
             return
-        group = on or self.group
-        self.collective(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
+        self.collective(stream, (on or self.group).allreduce, [x], _REDUCE)
 
     def all_to_all(
         self,
@@ -771,4 +771,4 @@ class CudaBackend(GpuBackend):
         outs, inputs = list(outs), list(inputs)
         if self.size == 1:
             return self.copy(outs[0], inputs[0], stream)
-        self.collective(lambda: dist.all_to_all(outs, inputs, group=on or self.group), inputs, outs, stream)
+        self.collective(stream, dist.all_to_all, outs, inputs, on or self.group)
