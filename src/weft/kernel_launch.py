@@ -34,7 +34,7 @@ Prepared = TypeVar("Prepared")
 # is not specialised.
 Moved = torch.Tensor | tuple[Any, ...] | int | None
 
-MOST_PREPARED = 8192  # the most prepared objects of a World; each occupies a few hundred bytes, and no GPU memory
+MOST_PREPARED = 8192  # the most prepared objects of a World; each is a few hundred bytes on the host, and its sequences
 
 
 @dataclass(frozen=True)

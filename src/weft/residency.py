@@ -73,12 +73,13 @@ class Ledger:
         # the other stream.
         self._running: dict[Hashable, dict[Hashable, set[Launches]]] = {}
         self._fit: dict[Hashable, bool] = {}
-        self.last_stream: Hashable = ()  # differs from every stream; for None, torch's `stream != None` is False
+        self.last_stream: Hashable = None
         self.recent: set[Launches] = set()  # the calls on `last_stream` made since the last call on a different stream
 
     def enter(self, stream: Hashable, launches: Launches) -> list[Hashable]:
         """Record a call on a stream, and return the streams that the call has to wait for."""
-        if stream != self.last_stream:
+        # torch compares a stream only with a stream: `stream != None` is False, and other objects are read as streams.
+        if self.last_stream is None or stream != self.last_stream:
             self.last_stream, self.recent = stream, set()
         self.recent.add(launches)
         running = self._running.get(stream)

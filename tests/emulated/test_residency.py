@@ -19,6 +19,7 @@ from weft.backends.launcher import NotingLauncher
 from weft.nn import weave
 from weft.plans import TwoShotPull
 from weft.residency import UNKNOWN, Ledger, Noting, ResidentPrograms, SMs
+from weft.transport.memory import Lock
 
 Call = Callable[[weft.World], object]
 FEW, ALL = TwoShotPull(warps=4, stages=2, programs=2), TwoShotPull(warps=4, stages=2)
@@ -209,6 +210,28 @@ def test_captures_are_apart() -> None:
     assert weft.spmd(waits_in_a_capture, 1, backend="emulated") == [["a"]]
 
 
+def test_a_shared_workspace_keeps_captured_streams_and_others_apart() -> None:
+    """If an eager call waited for an event of a captured stream, CUDA would add the call's stream to the capture."""
+
+    def waits(world: weft.World) -> list[str]:
+        a, b, c = (world.side_stream(name) for name in "abc")
+        backend, earlier, captured = world.backend, [], [a, b]
+        backend.captures, backend.capturing = captured.__contains__, lambda: world.current_stream() in captured
+        backend.record = lambda stream: earlier.append(stream.name)
+        backend.wait_event = lambda stream, event: None
+        holder = Lock()
+        holder.last_stream = a  # before its capture
+        for stream in (c, a, b, c):
+            with world.on(stream):
+                world.order(holder, stream)
+        captured.clear()
+        world.order(holder, a)
+        del backend.record, backend.wait_event
+        return earlier
+
+    assert weft.spmd(waits, 1, backend="emulated") == [["a", "c"]]
+
+
 # -- which launches fit ------------------------------------------------------------------------------------------------
 
 
@@ -259,15 +282,31 @@ def test_launches_that_fit_together() -> None:
     )
 
 
+class StreamOfTorch:
+    """A stream that compares as torch's do: with None, both == and != are False; any other object is read as a stream,
+    whatever its memory contains."""
+
+    def __eq__(self, stream: object) -> bool:
+        assert stream is None or isinstance(stream, StreamOfTorch), f"{stream!r} would be read as a stream"
+        return self is stream
+
+    def __ne__(self, stream: object) -> bool:
+        return stream is not None and not self == stream
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
 def test_a_call_waits_for_a_call_on_a_stream_of_torch() -> None:
-    """torch evaluates `stream != None` as False, so a ledger that starts with None would never see a change of stream."""
-    a, b = (torch.Stream(stream_id=i, device_index=0, device_type=1) for i in (5, 6))  # CUDA's, of which torch only compares the numbers
+    torch_streams = [torch.Stream(stream_id=i, device_index=0, device_type=1) for i in (5, 6)]
     whole = (frozenset({ResidentPrograms(4, (1,))}),)
-    ledger = Ledger(SMs(4, (1,)))
-    assert ledger.enter(a, whole) == []
-    assert ledger.last_stream == a and ledger.recent == {whole}
-    assert ledger.enter(b, whole) == [a]
-    assert ledger.last_stream == b
+    for a, b in (torch_streams, [StreamOfTorch(), StreamOfTorch()]):
+        assert (a != b) and not (a != None or a == None)  # noqa: E711
+        ledger = Ledger(SMs(4, (1,)))
+        assert ledger.enter(a, whole) == []
+        assert ledger.last_stream == a and ledger.recent == {whole}
+        assert ledger.enter(b, whole) == [a]
+        assert ledger.last_stream == b
 
 
 def test_a_call_waits_for_all_that_may_still_run() -> None:

@@ -3,6 +3,8 @@ them."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -78,3 +80,29 @@ def test_a_sequence_is_the_same_in_every_call(case: str, monkeypatch: pytest.Mon
         assert len(repeated) == sequences
         for calls in repeated:
             assert calls[0] and all(operations == calls[0] for operations in calls)
+
+
+def test_a_world_keeps_a_limited_number_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence occupies memory of the GPU. Results remain correct when the prepared calls have been dropped."""
+    alive: weakref.WeakSet[Callable[[], object]] = weakref.WeakSet()
+    plain, most = EmulatedBackend.sequence, 3
+
+    def sequence(self: EmulatedBackend, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
+        run = plain(self, stream, work)
+        alive.add(run)
+        return run
+
+    def main(world: weft.World) -> list[int]:
+        w, counts = draw(0, N, K), []
+        for m in (2, 4, 6, 8, 10, 2, 4, 6, 8, 10):
+            y = weft.all_gather_matmul(torch.ones(m, K).bfloat16(), w, world=world, plan=Decomposed())
+            world.synchronize()
+            torch.testing.assert_close(y, (torch.ones(2 * m, K).bfloat16() @ w.t()))
+            gc.collect()
+            counts.append(len(alive))
+        return counts
+
+    monkeypatch.setattr(EmulatedBackend, "sequence", sequence)
+    monkeypatch.setattr(weft.world, "MOST_SEQUENCES", most)
+    for counts in weft.spmd(main, 2, backend="emulated"):
+        assert 2 <= max(counts) <= 2 * (most + 1)

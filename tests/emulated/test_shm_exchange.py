@@ -598,6 +598,20 @@ def test_after_a_timeout_over_gloo_every_message_raises() -> None:
             messages.gathered(torch.ones(2))
 
 
+def test_messages_are_on_the_host_for_any_default_device() -> None:
+    def alltoall_base(received: torch.Tensor, sent: torch.Tensor, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: received.copy_(sent))
+
+    messages = Messages.__new__(Messages)
+    messages.size, messages._lost = 1, ""
+    messages._held = [SimpleNamespace(alltoall_base=alltoall_base)]
+    messages._headers = lambda kind, sends, expects: [[*sends, *expects]]  # type: ignore[method-assign, misc, list-item]
+    x, out = torch.arange(3.0), torch.zeros(3)
+    with torch.device("meta"):
+        messages.exchanged([x], [out])
+    assert torch.equal(out, x)
+
+
 # -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
 def stuck(shm: SharedMemoryExchange, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
     """Return a rank's backend with a record from its GPU. The record contains the expired wait and the values that it

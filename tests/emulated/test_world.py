@@ -35,7 +35,7 @@ import weft
 from tests.emulated.cases import changed, draw
 from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case
 from tests.gates import some
-from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
+from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton, moe
 from weft.backends import cuda, processes, shared_gpu
 from weft.backends.base import timeout_seconds
 from weft.backends.cuda import CudaBackend, GpuBackend, _device_of, _why_unreachable
@@ -45,6 +45,7 @@ from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
+from weft.ops.norm import Remap
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
 from weft.plans import (
@@ -988,6 +989,36 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
     assert launched == [(2, 7), (2, 7)]
 
 
+def test_a_side_stream_leaves_the_current_gpu_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_stream also makes the stream's device the current one."""
+    current = [0]
+    stream: Any = SimpleNamespace(device_index=2)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.device_index))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: current.__setitem__(0, index))
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    backend: Any = SimpleNamespace(device=torch.device("cuda", 2), current_stream=lambda: stream)
+    for thread in (0, 2):
+        current[0] = thread
+        with GpuBackend.on(backend, stream):
+            assert current == [2]
+        assert current == [thread]
+
+
+def test_side_streams_of_a_world_are_different_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch returns its 32 streams of a priority in turn, also to other Worlds and to the caller. On one stream, the
+    programs of a fused GEMM + reduce-scatter that pull would wait for the GEMM after them."""
+    numbers = itertools.count()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (priority, next(numbers) % 32))
+    backend: Any = SimpleNamespace(device=None, _streams={}, current_stream=lambda: (-1, 5))
+    streams = []
+    for name in map(str, range(31)):
+        streams.append(GpuBackend.side_stream(backend, name))
+        for _ in range(31):  # another World's streams
+            torch.cuda.Stream(None, -1)
+    assert len({(-1, 5), *streams}) == 32 and GpuBackend.side_stream(backend, "7") == streams[7]
+    assert GpuBackend.side_stream(backend, "one too many") in [(-1, 5), *streams]
+
+
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result does not depend on the thread's current device: a kernel that is loaded on a different GPU would be
     loaded again while a kernel waits."""
@@ -1403,6 +1434,28 @@ def test_the_record_of_expired_waits_is_on_the_host_for_any_default_device() -> 
     with mock.patch.object(cuda, "torch", SimpleNamespace(zeros=zeros, int64=torch.int64)), torch.device("meta"):
         record = cuda.Record(torch.device("cpu"))
     assert record.guard[0] == timeout_seconds() * 1e9 and record.host.device.type == "cpu"
+
+
+def test_numbers_on_the_host_are_there_for_any_default_device() -> None:
+    """With torch.set_default_device("cuda"), `torch.tensor` and the like make tensors on the GPU unless they name a
+    device."""
+    x, ids, weights = draw(0, 4, 16), torch.tensor([[0], [1], [1], [1]], dtype=torch.int32), torch.ones(4, 1)
+    w13, w2 = draw(1, 1, 8, 16), draw(2, 1, 16, 8)
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        y = moe.moe(x, ids, weights, w13, w2, activation="gelu", world=world, plan="sequential")
+        rows, handle = moe.dispatch(x, ids, weights, experts=2, world=world, plan="sequential")
+        return [y, moe.combine(rows, handle)]
+
+    def on_meta(world: weft.World) -> list[torch.Tensor]:
+        with torch.device("meta"):
+            return main(world)
+
+    expected, results = (weft.spmd(f, 2, backend="emulated") for f in (main, on_meta))
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    remap = Remap(4, 4, tiles_m=1, block_m=4, block_n=4, group_m=1)
+    with torch.device("meta"):
+        assert remap.index().device.type == "cpu"
 
 
 # -- errors of a user's first day --------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@
 
 Every tensor comes from GSan's allocator, and symmetric memory from GSan's module instead of torch's. A race ends the
 process with a device-side assertion that names the file and line. The program captures no graphs, since GSan's launcher
-refuses them.
+refuses them. A program under GSan takes all shared memory of its SM, so a plan whose launches share SMs, such as
+FusedReduceScatter, raises Unsupported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import triton
 from triton.experimental import gsan
 
 import weft
-from weft.plans import FusedGather, FusedReduceScatter, OneShot, Plan, TwoShotPush
+from weft.plans import FusedGather, OneShot, Plan, TwoShotPush
 
 CALLS = 3
 
@@ -40,7 +41,7 @@ CASES: dict[str, Callable[[], Callable[[weft.World], object]]] = {
     "one_shot": lambda: all_reduce(OneShot()),
     "two_shot": lambda: all_reduce(TwoShotPush()),
     "all_gather_matmul": lambda: product("all_gather_matmul", FusedGather()),
-    "matmul_reduce_scatter": lambda: product("matmul_reduce_scatter", FusedReduceScatter()),
+    "matmul_reduce_scatter": lambda: product("matmul_reduce_scatter", OneShot()),
 }
 
 

@@ -24,6 +24,7 @@ from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.cost.model import Occupancy
+from weft.op import REGISTRY, collectives
 from weft.planner import tune
 from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
@@ -47,7 +48,17 @@ from weft.planner.search import Planner
 from weft.planner.simulate import over_nodes
 from weft.planner.tune import measure, probes_of, start_of
 from weft.planner.tuner import exchanged
-from weft.plans import Fused, FusedReduceScatter, GemmTile, Plan
+from weft.plans import (
+    Decomposed,
+    Fused,
+    FusedReduceScatter,
+    GemmTile,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShotLowLatency,
+)
 from weft.scale import SMALL_SIGNALED, SMALL_TILE
 
 MACHINE = Hardware("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
@@ -137,6 +148,50 @@ def test_every_probe_runs_and_yields_its_rows() -> None:
         and len(profile.waves) == 2
         and {b.operation for b in profile.slowdowns} >= {"copy", "all_reduce"}
     )
+
+
+def test_every_family_of_plans_has_an_eager_call_of_every_op() -> None:
+    """The host's time is that of the op and family, so each family that "auto" may choose is timed."""
+    profile, _, probes = tuned(keep="eager")
+    families = {op: {Plan.from_json(r.plan).family for r in profile.calls if r.op == op} for op in collectives()}
+    assert {r.mode for r in profile.calls} == {"eager"}
+    for op, timed in families.items():
+        for plan in (Sequential(), Decomposed(), OneShot(), TwoShotLowLatency(), Signaled(), Signaled(copies=True)):
+            assert (plan.family in timed) == REGISTRY[op].has(plan), (op, plan)
+        assert {type(plan) for plan in calls.variants().get(op, ())} <= {
+            type(Plan.from_json(r.plan)) for r in profile.calls if r.op == op
+        }
+    assert len(probes) == len(families)
+
+
+def test_eager_calls_of_an_op_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host's speed changes within minutes, so that only times of the same rounds can be compared. A plan that is
+    unsupported here is left out alone."""
+    op, order = "matmul_all_reduce", list[str]()
+    plans = [Sequential(), OneShot(), Decomposed()]
+
+    def public(b: Bench, op: str, *shape: int) -> Callable[[Plan], Callable[[], None]]:
+        def fn(plan: Plan) -> None:
+            if isinstance(plan, Decomposed):
+                raise weft.Unsupported("not here")
+            order.append(plan.kind)
+
+        return lambda plan: partial(fn, plan)
+
+    monkeypatch.setattr(calls, "_public", public)
+
+    class Timer(Nobody):
+        def eager(self, fn: Callable[[], object]) -> float:
+            fn()
+            return 1.0
+
+    def rank(world: weft.World) -> list[Any]:
+        return list(calls.eager_calls_of(Bench(world, Timer(world), TINY), op, plans, 8, 8, 8).run())
+
+    (rows,) = weft.spmd(rank, 1, backend="emulated")
+    assert [r.plan for r in rows] == [plan.to_json() for plan in (Sequential(), OneShot())]
+    timed_kinds = [set(order[i : i + 2]) for i in range(0, len(order), 2)]
+    assert timed_kinds == [{"sequential", "one_shot"}] * (1 + calls.EAGER_ROUNDS)
 
 
 def test_the_measurements_are_enough_to_plan() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import weft
 from bench.pages import hardware_page, layer_picture, pages, report, table, ways
+from weft.planner.table import DECODER, KEY, stored
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +32,12 @@ def test_a_page_equals_the_output_of_its_program(name: str) -> None:
 def test_the_shipped_table_equals_the_output_of_its_program() -> None:
     text, _ = table.table_of("nvidia-h200")
     assert text == (table.TABLES / "nvidia-h200.json").read_text(), "run python -m bench.pages.table nvidia-h200"
+
+
+def test_the_table_has_no_eager_rows_of_calls_that_wait_for_the_host() -> None:
+    us = {tuple(r[name] for name in KEY): r["us"] for r in stored("nvidia-h200") if r["op"] != DECODER}
+    eager = {key: t for key, t in us.items() if key[-1] == "eager"}
+    assert len(eager) > 90 and all(t < 1.2 * us[*key[:-1], "graph"] for key, t in eager.items())
 
 
 def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:

@@ -51,6 +51,7 @@ from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+POOL = 32  # torch has this many streams of each priority, and returns them in turn
 NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
 
@@ -192,7 +193,13 @@ class GpuBackend(Backend):
 
     def side_stream(self, name: str, urgent: bool = True) -> torch.cuda.Stream:
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+            # A kernel may wait for later work on a side stream, so the two must not be on one stream.
+            taken = self.current_stream(), *self._streams.values()
+            for _ in range(POOL):
+                stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
+                if stream not in taken:
+                    break
+            self._streams[name] = stream
         return self._streams[name]
 
     def side_streams(self) -> Sequence[torch.cuda.Stream]:
@@ -377,17 +384,19 @@ _EXCHANGED = _on_this_stream(AllToAllOptions())
 class _On:
     """`torch.cuda.stream` for streams of one device, with less host overhead than torch's."""
 
-    __slots__ = ("backend", "before", "stream")
+    __slots__ = ("backend", "before", "device", "stream")
 
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream) -> None:
         self.backend, self.stream = backend, stream
 
     def __enter__(self) -> None:
-        self.before = self.backend.current_stream()
-        torch.cuda.set_stream(self.stream)
+        self.before, self.device = self.backend.current_stream(), torch._C._cuda_getDevice()
+        torch.cuda.set_stream(self.stream)  # also makes the stream's device the thread's current one
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_stream(self.before)
+        if self.device != self.backend.device.index:
+            torch.cuda.set_device(self.device)
 
 
 class _Recorded:

@@ -90,7 +90,7 @@ class Messages:
             expected, sent_bytes = headers[rank][self.size + source], headers[source][rank]
             if expected != sent_bytes:
                 raise Mismatch(f"rank {rank} expects {expected} bytes from rank {source}, which sends {sent_bytes}")
-        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         if any(itertools.chain(*headers)):
             with self._bounded():
                 self._held[0].alltoall_base(received, torch.cat(sent), sizes, [data.numel() for data in sent]).wait()

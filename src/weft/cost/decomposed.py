@@ -41,9 +41,6 @@ class DecomposedCost(Cost[Decomposed, Chunking]):
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> list[Decomposed]:
         return [Decomposed(groups) for groups in divisions(p.world)] if conditions.even else []
 
-    def launches(self, plan: Decomposed, world: int) -> int:
-        return 3 + group_count(plan, world)
-
 
 def group_count(plan: Decomposed, world: int) -> int:
     return len(plan.groups) or world

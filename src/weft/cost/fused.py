@@ -38,6 +38,3 @@ class FusedCost(Cost[F, Pulling]):
 
     def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[F]:
         return [plan for plan in conditions.measured if type(plan) is self.plan] if has_16_byte_rows(call) else ()
-
-    def eager_family(self, plan: F) -> str:
-        return plan.kind

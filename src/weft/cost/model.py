@@ -130,16 +130,8 @@ class Cost(Generic[P, F]):
 
     def operations(self, plan: P, world: int) -> int:
         """Return the number of operations (kernels, copies, barriers, collectives) that the host submits to streams in
-        one call. The host needs about the same time for each operation, including the event that orders it."""
+        one call. Plans of one kind differ in host time by these operations and the events that order them."""
         return 2
-
-    def eager_family(self, plan: P) -> str:
-        """Return the name of the family of plans that need about the same host time in eager calls."""
-        return plan.family
-
-    def launches(self, plan: P, world: int) -> int:
-        """Return the factor by which the plan's groups increase the host's time for a call."""
-        return 1
 
 
 AnyCost: TypeAlias = Cost[Any, Any]

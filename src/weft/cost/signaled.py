@@ -24,6 +24,7 @@ from .queues import Step, Work
 SIGNAL_COST = 0.7
 UNITS = 48  # if a GEMM has more waves than this, its groups consist of multiples of several waves
 BEST_PARTITIONS = 3
+MOST_DEFAULT_GROUPS = 4  # `partition` makes at most this number of groups if a plan names none
 SINGLE = (1,) * 16  # waves of each group if copy engines transfer the groups; the last group has the remaining waves
 FIRST_GROUPS = (1, 2, 3, 4, 6, 8, 12, 16)  # candidate sizes of the first group, in waves or in such multiples
 Numbers = TypeVar("Numbers", float, np.ndarray)  # a number, or an array with a number for each candidate
@@ -113,10 +114,7 @@ class SignaledCost(Cost[Signaled, Signaling | Moving]):
         return Moving() if plan.copies else Signaling()
 
     def operations(self, plan: Signaled, world: int) -> int:
-        return 2 + (len(plan.groups) or world) * (world + 2 if plan.copies else 2)
-
-    def launches(self, plan: Signaled, world: int) -> int:
-        return 3 + (len(plan.groups) or world)
+        return 2 + (len(plan.groups) or MOST_DEFAULT_GROUPS) * (world + 2 if plan.copies else 2)
 
     def takes(self, call: GemmCall) -> bool:
         """Return whether the op's GEMM supports these sizes."""

@@ -43,7 +43,8 @@ class Remap:
 
     def index(self) -> torch.Tensor:
         """Return int64 [rows, columns] on the CPU; `tiles.flatten()[index]` is the matrix."""
-        row, col = torch.arange(self.rows)[:, None], torch.arange(self.columns)[None, :]
+        row = torch.arange(self.rows, device="cpu")[:, None]
+        col = torch.arange(self.columns, device="cpu")[None, :]
         half = self.block_n // 2
         tile_row, tile_column = row // self.block_m, col // self.block_n
         group_start = tile_row // self.group_m * self.group_m

@@ -143,7 +143,7 @@ def _make_planner(world: World) -> Planner | str | None:
     planner = None
     if profile is not None and len(set(digests)) == 1:
         try:  # all ranks have the same profile, so either all ranks fail or none does
-            planner = planner_of(profile, host_time(launches))
+            planner = planner_of(profile, host_time(launches, profile.constant("launch")))
         except Exception as e:
             problem = f"the planner cannot use its profile: {type(e).__name__}: {e}"
     if problem or profile is None or len(set(digests)) > 1:
@@ -210,11 +210,11 @@ def time_launch(device: torch.device) -> float | None:
     return statistics.median(times[1:])
 
 
-def host_time(launches: Iterable[float | None]) -> float | None:
-    """Return the slowest rank's time, rounded to a power of two, so that small differences between two starts do not
-    change plans."""
-    known = [us for us in launches if us is not None]
-    return 2.0 ** round(math.log2(max(known))) if known else None
+def host_time(launches: Iterable[float | None], profiled: float | None = None) -> float | None:
+    """Return the slowest rank's time, rounded to the profile's time (or 1 us) multiplied by a power of two, so that
+    small differences between two starts do not change plans."""
+    known, unit = [us for us in launches if us is not None], profiled or 1.0
+    return unit * 2.0 ** round(math.log2(max(known) / unit)) if known else None
 
 
 def explain(

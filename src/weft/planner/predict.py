@@ -15,17 +15,15 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 
 from ..cost.signaled import SignaledCost, SignaledParts
 from ..op import REGISTRY, collectives
 from ..plans import Plan, Signaled
+from ..timing import CallTime
 from .curves import near_mean
 from .fits import Fits
 from .parts import NotMeasured
-from .profile import Profile, identity
-
-GPU_BOUND = 1.5  # the GPU bounds an eager call that takes this many times as long as the host's work
+from .profile import Profile
 
 
 class Predictor(Fits):
@@ -42,49 +40,46 @@ class Predictor(Fits):
         self.launch = profile_launch if launch is None else launch
         # The host's current time for a launch, divided by its time in the profile.
         self.pace = 1.0 if self.launch is None or profile_launch is None else self.launch / profile_launch
-        self._eager = functools.cache(self._eager_times)
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
-    def time(
-        self,
-        op: str,
-        plan: Plan,
-        m: int,
-        n: int,
-        k: int,
-        mode: str = "graph",
-        received: int | None = None,
-        slow: float = 1.0,
-    ) -> float:
-        """Return the time, in us, of one call among back-to-back calls. received: for an all-to-all, the rows of the
-        rank that receives most, if that number is larger than M, the rows of the rank that sends most. slow: for eager
-        calls, the slow-down of the host relative to the profile, or to `launch`. Raises NotMeasured if the profile
-        lacks a measurement."""
+    def call_time(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> CallTime:
+        """Return the time of one call among back-to-back calls: the GPU's time, which is that in a CUDA graph, and the
+        host's, of which an eager call takes the longer one. received: for an all-to-all, the rows of the rank that
+        receives most, if that number is larger than M, the rows of the rank that sends most. Raises NotMeasured if the
+        profile lacks a measurement."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
-        if mode == "eager":
-            cost = self.cost(op, plan)
-            gap, host = self._eager(cost.eager_family(plan))
-            launches_us = (self.launch or 0.0) * cost.operations(plan, self.world)
-            return max(us + gap, slow * host * self.pace * cost.launches(plan, self.world), slow * launches_us)
-        return us
+        return CallTime(us, self.host(op, plan))
 
-    def _eager_times(self, group: str) -> tuple[float, float]:
-        """Return two times in us for a family (all fused plans form one): the difference between an eager call and a
-        captured call, and the host's time for a launch, for which the shortest measured eager call is an upper
-        bound."""
-        calls = [
-            (r, cost.launches(plan, self.world))
+    def time(
+        self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph", received: int | None = None
+    ) -> float:
+        """Return the time, in us, of one call, as `call_time`. mode: "graph" or "eager"."""
+        return self.call_time(op, plan, m, n, k, received).us(mode)
+
+    def host(self, op: str, plan: Plan) -> float:
+        """Return the time, in us, that the host currently needs for an eager call. This time is that of the shortest
+        measured eager call of the plan's class, family and op (or of others of its kind, as far as none was measured),
+        and of a launch for each operation that the measured call lacks."""
+        family = plan.family
+        alike = [
+            ((type(known) is not type(plan), known.family != family, known_op != op, us), operations)
+            for known_op, known, operations, us in self._eager_calls
+            if known.kind == plan.kind
+        ]
+        (*_, us), operations = min(alike, default=((0.0,), 0))
+        further = self.cost(op, plan).operations(plan, self.world) - operations
+        return self.pace * us + (self.launch or 0.0) * further
+
+    @functools.cached_property
+    def _eager_calls(self) -> list[tuple[str, Plan, int, float]]:
+        """Return the op, the plan, the number of operations and the time, in us, of the profile's eager calls."""
+        return [
+            (r.op, plan, cost.operations(plan, self.world), r.us)
             for r in self.profile.calls
             for plan in [Plan.from_json(r.plan)]
             for cost in [REGISTRY[r.op].costs.get(type(plan))]
-            if cost is not None and cost.eager_family(plan) == group
+            if cost is not None and r.mode == "eager"
         ]
-        graph = {identity(replace(r, mode="eager")): r.us for r, _ in calls if r.mode == "graph"}
-        eager = [(r, launches) for r, launches in calls if r.mode == "eager"]
-        host = min((r.us / launches for r, launches in eager), default=0.0)
-        gpu_bound = [r for r, launches in eager if identity(r) in graph and r.us > GPU_BOUND * host * launches]
-        differences = [r.us - graph[identity(r)] for r in gpu_bound]  # in these calls the GPU hides the host
-        return max(min(differences, default=0.0), 0.0), host
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
         """Return `time` in a CUDA graph, without the correction by measured calls."""

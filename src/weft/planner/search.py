@@ -13,12 +13,13 @@ from ..chooser import bucket
 from ..cost.model import Conditions
 from ..op import REGISTRY
 from ..plans import Plan, Sequential, Signaled, settings
+from ..timing import CallTime
 from .parts import NotMeasured
 from .predict import Predictor
 from .table import GAIN
 
 EAGER_GAIN = 1.05
-SLOW_HOST = 2.0
+SLOW_HOST = 2.0  # the factor by which a host may be slower than when it was timed
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,16 @@ def gain(mode: str) -> float:
     return GAIN if mode == "graph" else EAGER_GAIN
 
 
-def host_overhead_factor(launches: int, mode: str) -> float:
-    """Return the factor by which the host is assumed to be slower than in the profile; an eager plan must be predicted
-    to be faster even on such a host. The profile contains the shortest call, and hosts are often slower: 53 us in the
-    profile, 61 to 147 us in two runs (sequential calls of the smallest sizes, 2 H200, 2026-11, median 100). A slower
-    host delays plans with few launches as much as sequential. A plan on several streams makes three times as many
-    launches, and must still be faster."""
-    return SLOW_HOST if mode == "eager" and launches > 1 else 1.0
+def wins(time: CallTime, sequential: CallTime, mode: str) -> bool:
+    """Return whether a plan is predicted to be faster than sequential by more than `gain`. An eager plan must be so on
+    the host of the prediction or on one that is slower by SLOW_HOST, and slower than sequential on neither, because
+    hosts change by this factor within minutes: 53 us in a profile, 61 to 147 us in two runs (sequential calls of the
+    smallest sizes, 2 H200, 2026-11). Where the host bounds the call, a plan of one launch, which needs less of the host
+    than sequential, therefore wins on hosts of any speed (GEMM + reduce-scatter, 4 H200, 2026-11: fused 92 us,
+    sequential 145 us). A plan on several streams needs more (decomposed 582 us), and wins only where the GPU hides
+    it."""
+    ratios = [sequential.us(mode, slow) / time.us(mode, slow) for slow in (1.0, SLOW_HOST)]
+    return min(ratios) >= 1 and max(ratios) > gain(mode)
 
 
 def brief(plan: Plan) -> str:
@@ -151,32 +155,22 @@ class Planner:
         movable: bool | None = None,
         limits: bool = True,
     ) -> Decision:
-        """Return the fastest of the candidates that are predicted to be faster than sequential by more than `gain`, on
-        a host that is slower by their `host_overhead_factor`. Return sequential if there is none. Raises NotMeasured if
-        the profile lacks even the sequential time."""
-        p, options = self.predictor, []
+        """Return the fastest of the candidates that win against sequential (`wins`), or sequential if there is none.
+        Raises NotMeasured if the profile lacks even the sequential time."""
+        p, times = self.predictor, dict[Plan, CallTime]()
         for plan in candidates(p, op, m, n, k, even, received, movable, limits):
             try:
-                options.append(Option(plan, p.time(op, plan, m, n, k, mode, received)))
+                times[plan] = p.call_time(op, plan, m, n, k, received)
             except NotMeasured:
                 if isinstance(plan, Sequential):
                     raise
-        options.sort(key=lambda o: o.us)
-        sequential = next(o.us for o in options if isinstance(o.plan, Sequential))
-        wins = (o.plan for o in options if self._wins(op, o.plan, m, n, k, mode, sequential, received))
-        best = next(wins, Sequential())
+        # Where the host bounds several plans of one launch, the GPU's time decides, as it does on a faster host.
+        fastest = sorted(times, key=lambda plan: (times[plan].us(mode), times[plan].gpu))
+        sequential = times[Sequential()]
+        best = next((plan for plan in fastest if wins(times[plan], sequential, mode)), Sequential())
         why = f"predicted from the profile of {p.machine.name} ({p.profile.source}, {p.profile.created[:10]})"
-        return Decision(op, m, n, k, p.world, mode, best, why, tuple(options))
-
-    def _wins(
-        self, op: str, plan: Plan, m: int, n: int, k: int, mode: str, sequential: float, received: int | None = None
-    ) -> bool:
-        """Return whether a plan is predicted to be faster than sequential, whose time is `sequential` us, by more than
-        `gain`. Raises NotMeasured."""
-        p = self.predictor
-        launches = p.cost(op, plan).launches(plan, p.world)
-        us = p.time(op, plan, m, n, k, mode, received, host_overhead_factor(launches, mode))
-        return sequential > gain(mode) * us
+        options = tuple(Option(plan, times[plan].us(mode)) for plan in fastest)
+        return Decision(op, m, n, k, p.world, mode, best, why, options)
 
     def _sum(self, nbytes: int, passes: float = 0.0) -> Plan:
         """Return the fastest plan of an all-reduce of `nbytes` bytes alone: NCCL's, or a low-latency plan. passes: the
@@ -198,5 +192,5 @@ class Planner:
         plan = self.decide(op, planned_m, n, k, mode, m % p.world == 0, movable=movable, limits=limits).plan
         if planned_m == m or isinstance(plan, Sequential):
             return plan
-        sequential = p.time(op, Sequential(), m, n, k, mode)
-        return plan if self._wins(op, plan, m, n, k, mode, sequential) else Sequential()
+        time, sequential = (p.call_time(op, q, m, n, k) for q in (plan, Sequential()))
+        return plan if wins(time, sequential, mode) else Sequential()

@@ -55,8 +55,6 @@ def probes_of(b: Bench) -> Iterator[Probe]:
         yield from moves.sends(b, (*coarse, *rest))
         return
     yield Probe("self-check", (Latency("check", 0, 0, 1.0),), lambda: check(b))
-    if b.world.device.type == "cuda":
-        yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), lambda: launch(b))
     if b.copies:
         yield b.latency("barrier", 0, lambda: b.world.barrier())
     yield from moves.collectives(b, ("all_gather", "reduce_scatter", "all_reduce"), 0, coarse)
@@ -72,6 +70,8 @@ def probes_of(b: Bench) -> Iterator[Probe]:
             yield from moves.collectives(b, [operation], ctas, coarse)
             yield from moves.concurrent_probes(b, operation, ctas)
     yield from calls.signaled_calls(b, 0)
+    if b.world.device.type == "cuda":  # next to the eager calls, because the host's speed changes
+        yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), lambda: launch(b))
     yield from calls.eager_calls(b)
     for operation in ("all_reduce", "all_gather", "reduce_scatter"):
         yield from moves.concurrent_probes(b, operation, 0)

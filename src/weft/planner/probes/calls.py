@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ...architectures import HOPPER
 from ...cost.model import SHOTS
 from ...cost.signaled import SINGLE
+from ...errors import Unsupported
 from ...op import REGISTRY, collective, collectives, op_around
 from ...ops.tiles import with_architecture_tiles
 from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential, Signaled
+from ...timing import interleaved
 from ..profile import Measurement, TimedCall
 from . import moves
 from .common import Bench, GemmShape, Probe
 
+EAGER_ROUNDS = 5  # rounds of eager calls, in each of which the timer times every plan of an op
 MOST_LOW_LATENCY_BYTES = 32 << 20  # the largest low-latency collective that is timed, in bytes
 
 
@@ -41,24 +46,45 @@ def most_low_latency_bytes(op: str, plan: LowLatencyShot, world: int) -> int:
     )
 
 
-def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
-    row = TimedCall(op, plan.to_json(), m, n, k, mode, 1.0)
-    rows = m // b.world.size if REGISTRY[op].gathers else m
-    x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
-
-    # The public function is in the module that defines the op. The probe times this function, including its work on the
-    # host.
-    public = vars(sys.modules[type(REGISTRY[op]).__module__])
+def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int) -> Probe:
+    row = TimedCall(op, plan.to_json(), m, n, k, "graph", 1.0)
 
     def run() -> list[Measurement]:
-        options: dict[str, object] = {}
-        if collective(op) == "all_to_all":  # every rank gets the same number of rows
-            options["destinations"] = public["route"]([i % b.world.size for i in range(m)], world=b.world)
-        fn = lambda: public[op](x, w, world=b.world, plan=plan, **options)  # noqa: E731
+        fn = _public(b, op, m, n, k)(plan)
         fn()  # raises Unsupported on every rank before anything is timed
-        return [replace(row, us=(b.timer.graph if mode == "graph" else b.timer.eager)(fn))]
+        return [replace(row, us=b.timer.graph(fn))]
 
-    return Probe(f"{op} {plan.kind} {m} x {n} x {k}{' eager' if mode == 'eager' else ''}", (row,), run)
+    return Probe(f"{op} {plan.kind} {m} x {n} x {k}", (row,), run)
+
+
+def eager_calls_of(b: Bench, op: str, plans: Sequence[Plan], m: int, n: int, k: int) -> Probe:
+    """Return a probe of eager calls. Rounds interleave the plans, because the host's speed changes by a factor of two
+    within minutes, and the ratios between the plans' times decide."""
+    rows = {plan: TimedCall(op, plan.to_json(), m, n, k, "eager", 1.0) for plan in plans}
+
+    def run() -> list[Measurement]:
+        fns = {plan: _public(b, op, m, n, k)(plan) for plan in plans}
+        for plan, fn in list(fns.items()):
+            try:
+                fn()
+            except Unsupported:  # every rank raises it
+                del fns[plan]
+        samples = interleaved(list(fns), lambda plan: b.timer.eager(fns[plan]), EAGER_ROUNDS)
+        return [replace(rows[plan], us=statistics.median(us)) for plan, us in samples.items()]
+
+    return Probe(f"{op} {m} x {n} x {k} eager", tuple(rows.values()), run)
+
+
+def _public(b: Bench, op: str, m: int, n: int, k: int) -> Callable[[Plan], Callable[[], object]]:
+    """Return a function that returns, for a plan, the call of the op's public function, which includes its work on the
+    host."""
+    public = vars(sys.modules[type(REGISTRY[op]).__module__])  # the module that defines the op
+    rows = m // b.world.size if REGISTRY[op].gathers else m
+    x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
+    options: dict[str, object] = {}
+    if collective(op) == "all_to_all":  # every rank gets the same number of rows
+        options["destinations"] = public["route"]([i % b.world.size for i in range(m)], world=b.world)
+    return lambda plan: functools.partial(public[op], x, w, world=b.world, plan=plan, **options)
 
 
 def shapes_of(b: Bench, op: str, part: int) -> tuple[GemmShape, ...]:
@@ -95,21 +121,25 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def eager_calls(b: Bench) -> Iterator[Probe]:
-    """Yield two calls for every op and kind of plan: an eager call with negligible GPU time, which measures the host's
-    time, and a call that the GPU bounds."""
-    for op, fused in variants(b.world.backend.capability).items():
-        by_copies = replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True)
-        plans = [Sequential(), b.sizes.signaled, *((Decomposed(), fused[0], by_copies) if b.copies else ())]
-        plans = [plan for plan in plans if REGISTRY[op].has(plan)]
+    """Yield, for every op, eager calls with negligible GPU time, whose times are the host's: one for every family of
+    plans that "auto" may choose. A call this small has one signaled group."""
+    by_op = variants(b.world.backend.capability)
+    for op in collectives():
+        signaled = replace(b.sizes.signaled, groups=(1,))
+        with_copies = (
+            Decomposed(),
+            *{type(plan): plan for plan in reversed(by_op.get(op, ()))}.values(),
+            *SHOTS,
+            replace(signaled, ctas=min(b.sizes.ctas), copies=True),
+        )
+        plans = [Sequential(), signaled, *(with_copies if b.copies else ())]
         large = shapes_of(b, op, 0)[0]
         small = (min(b.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
-        for plan in plans:
-            yield call(b, op, plan, *large)
-            yield from (call(b, op, plan, m, n, k, "eager") for m, n, k in (small, large))
+        yield eager_calls_of(b, op, [plan for plan in plans if REGISTRY[op].has(plan)], *small)
         medium = (min(1024, large[0]), *large[1:])
         for low_latency in SHOTS if b.copies else ():
-            if low_latency.kind in REGISTRY[op].kinds:
-                yield from (call(b, op, low_latency, *s, mode) for s in (small, medium) for mode in ("graph", "eager"))
+            if REGISTRY[op].has(low_latency):
+                yield from (call(b, op, low_latency, *shape) for shape in (small, medium))
 
 
 def low_latency_calls(b: Bench) -> Iterator[Probe]:

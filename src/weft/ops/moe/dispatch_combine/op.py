@@ -570,7 +570,7 @@ def run_dispatch(
     """Fill `out` with the rows, on the current stream. Return offsets, counts, sources and the handle's id."""
     state, number = exchange_state(world, call.exchange, plan, free_buffer(world, call.buffer_index)), next(_numbers)
     launch_dispatch(world, state, operands.x, operands.ids, operands.weights, out)
-    handle_id = torch.tensor([number, state.buffer_index])
+    handle_id = torch.tensor([number, state.buffer_index], device="cpu")
     memory = StorageWeakRef(handle_id.untyped_storage())
     pending_dispatches(world)[number] = PendingDispatch(state, lambda: not memory.expired())
     _, _, sources, offsets, counts = state.row_order

@@ -135,7 +135,7 @@ class SortedRoutes:
             world.all_gather(all_counts, counts, stream)
         world.wait_for_streams()
         table = all_counts.cpu().view(size, size, -1)  # the shape is [source, rank of the expert, El]
-        received, local = table[:, world.rank], torch.arange(experts // size)
+        received, local = table[:, world.rank], torch.arange(experts // size, device="cpu")
         expert_of_row = local.repeat(size).repeat_interleave(received.reshape(-1))
         own_counts = received.sum(0).tolist()
         expert_order = world.tensor(torch.argsort(expert_of_row, stable=True).tolist(), torch.int64)
