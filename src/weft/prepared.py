@@ -94,9 +94,7 @@ class Prepared(Generic[C]):
         with outlives_call():
             run = self.op.prepare(self.world, self.call, self.plan)
         self._own_result = isinstance(run, OwnResult)
-        # Look these methods up once, and not in each call.
-        world = self.world
-        self._empty, self._current_stream, self._finish = world.empty, world.current_stream, world.backend.finish
+        self._empty, self._finish = self.world.empty, self.world.backend.finish  # looked up once, not in each call
         self.world.prepared_calls.add(self)
         self._run = prepared_run = run.run if isinstance(run, OwnResult) else run  # last, since other threads read it
         return prepared_run
@@ -116,7 +114,7 @@ class Prepared(Generic[C]):
             result = self._empty(self._shape, self._dtype)
             further = run(operands, result)
             results = (result,) if further is None else (result, *further)
-        self._finish(self._current_stream())
+        self._finish()
         return results if len(results) > 1 else results[0]
 
     def _to(self, out: torch.Tensor, operands: Operands, run: Callable[..., Returned]) -> tuple[Returned, ...]:

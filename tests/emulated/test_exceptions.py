@@ -88,7 +88,7 @@ def raise_in_each_step(world: weft.World, call: Callable[[weft.World], object]) 
     number of steps."""
     call(world)
     world.synchronize()
-    world.backend.finish = lambda stream: None  # the host runs ahead, as on a GPU
+    world.backend.finish = lambda stream=None: None  # the host runs ahead, as on a GPU
     steps = Steps(world)
     with steps.counting():
         call(world)

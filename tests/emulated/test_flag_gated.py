@@ -130,7 +130,7 @@ def first_call_of_a_size_beside_another(world: weft.World) -> list[float]:
     the first GEMM waits for its own."""
     weft.all_gather_matmul(filled(16, 0.0), identity(), world=world, plan=PLAN)
     world.synchronize()
-    finish, world.backend.finish = world.backend.finish, lambda stream: None
+    finish, world.backend.finish = world.backend.finish, lambda stream=None: None
     with world.on(world.side_stream("user a")):
         y = weft.all_gather_matmul(filled(16, world.rank + 1.0), identity(), world=world, plan=PLAN)
     with world.on(world.side_stream("user b")):

@@ -49,7 +49,7 @@ def on_two_streams(call_a: tuple[weft.World, Call], call_b: tuple[weft.World, Ca
     for ranks, call in (call_a, call_b):
         call(ranks)
         ranks.synchronize()
-        ranks.backend.finish = lambda stream: None
+        ranks.backend.finish = lambda stream=None: None
     for _ in range(times):
         for name, (ranks, call) in (("user a", call_a), ("user b", call_b)):
             with world.on(world.side_stream(name)):

@@ -1556,3 +1556,28 @@ def test_symmetric_memory_frees_the_allocators_cache(monkeypatch: pytest.MonkeyP
     with pytest.raises(RuntimeError, match=why):
         cuda._symmetric_memory(256, torch.device("cpu"))
     assert steps == ["empty"]
+
+
+@pytest.mark.parametrize("handle", [0, 7])
+def test_a_collective_runs_on_its_stream_which_waits_for_it(monkeypatch: pytest.MonkeyPatch, handle: int) -> None:
+    """The collective belongs to NCCL's backend of the group, or to the communicator that the caller passes."""
+    backend, streams = CudaBackend.__new__(CudaBackend), [SimpleNamespace(cuda_stream=n) for n in (0, handle)]
+    backend.size, backend.device, backend.uploads = 2, torch.device("cpu"), SimpleNamespace(pending={})  # type: ignore
+    backend._by_handle, backend.collective = {0: streams[0]}, backend._collective  # type: ignore[dict-item]
+    steps: list[tuple[str, int]] = []
+    current = [0]
+
+    def communicator(name: str) -> SimpleNamespace:
+        def allreduce(tensors: object, options: object) -> SimpleNamespace:
+            steps.append((name, current[0]))
+            return SimpleNamespace(wait=lambda: steps.append(("wait", current[0])))
+
+        return SimpleNamespace(allreduce=allreduce)
+
+    backend.group = SimpleNamespace(_get_backend=lambda device: communicator("own"))  # type: ignore[assignment]
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: current[0], raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.cuda_stream))
+    backend.all_reduce(torch.zeros(2), streams[1])  # type: ignore[arg-type]
+    backend.all_reduce(torch.zeros(2), streams[1], communicator("limited"))  # type: ignore[arg-type]
+    assert steps == [("own", handle), ("wait", handle), ("limited", handle), ("wait", handle)] and current == [0]

@@ -74,7 +74,7 @@ CALLS: dict[str, tuple[Make, int, int]] = {
     "GEMM + reduce-scatter, fused": (reduce_scatter, 210, 14),
     "gathered attention, segmented": (attention, 205, 31),
     "MoE, dispatched": (moe("dispatched"), 500, 21),
-    "MoE, fused": (moe("fused"), 430, 16),
+    "MoE, fused": (moe("fused"), 430, 15),
     "MoE, low latency": (moe("low_latency"), 330, 16),
     "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 39),
     "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 335, 40),

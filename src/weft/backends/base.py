@@ -296,8 +296,9 @@ class Backend(ABC):
         return False
 
     @abstractmethod
-    def finish(self, stream: Stream) -> None:
-        """Make results on `stream` readable by the caller (the module's docstring states the contract)."""
+    def finish(self, stream: Stream = None) -> None:
+        """Make results on `stream` (None: the current one) readable by the caller (the module's docstring states the
+        contract)."""
 
     # -- stream operations -------------------------------------------------------------------------------------------
     @abstractmethod

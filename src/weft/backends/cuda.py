@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
+    AllToAllOptions,
     ReduceScatterOptions,
     _get_default_group,
 )
@@ -42,7 +43,7 @@ from ..symmetric import outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
-from .base import BETWEEN_CTAS, Arguments, Backend, R, SymmetricTensor, timeout_seconds
+from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
 from .messages import Messages
 from .shared_gpu import RankDevice
@@ -52,7 +53,7 @@ from .uploads import Uploads
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 POOL = 32  # torch has this many streams of each priority, and returns them in turn
 NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
-OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
+OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
 
 
 @functools.cache
@@ -104,7 +105,7 @@ class GpuBackend(Backend):
         self._plain_launcher = Launcher(self)
         self.launcher: Launcher | NotingLauncher = self._plain_launcher
         self._noting = Noting(self._note)
-        self.collective = self.call
+        self.collective = self._collective
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
@@ -216,7 +217,7 @@ class GpuBackend(Backend):
         return _Recorded(event, self._events)
 
     def wait_event(self, stream: torch.cuda.Stream, event: _Recorded) -> None:
-        stream.wait_event(event.event)
+        event.event.wait(stream)  # as stream.wait_event does, without its frame
 
     def sequence(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Callable[[], object]:
         return _Sequence(self, stream, work)
@@ -235,7 +236,7 @@ class GpuBackend(Backend):
     def on_side_stream(self) -> bool:
         return self.current_stream() != torch.cuda.default_stream(self.device)
 
-    def finish(self, stream: torch.cuda.Stream) -> None:
+    def finish(self, stream: torch.cuda.Stream | None = None) -> None:
         pass
 
     # -- stream operations
@@ -262,17 +263,26 @@ class GpuBackend(Backend):
     def _note(self, noting: bool) -> None:
         """Replace the launcher only while calls are noted, so that other calls lose no host time."""
         self.launcher = NotingLauncher(self._plain_launcher, self._noting) if noting else self._plain_launcher
-        self.collective = self._noted_collective if noting else self.call
+        self.collective = self._noted_collective if noting else self._collective
+
+    def _collective(
+        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
+    ) -> None:
+        """Enqueue a collective of NCCL on a stream, and make the stream wait for it."""
+        if stream.cuda_stream != torch._C._cuda_getCurrentRawStream(self.device.index):
+            with _On(self, stream):
+                return self._collective(stream, enqueue, *arguments)
+        if self.uploads.pending:
+            self.uploads.precede(stream)
+        work = enqueue(*arguments)
+        if work is not None:
+            work.wait()
 
     def _noted_collective(
-        self,
-        fn: Callable[[], object],
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
+        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
     ) -> None:
         self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device), id(self)))
-        self.call(fn, reads, writes, stream)
+        self._collective(stream, enqueue, *arguments)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         with torch.cuda.device(self.device):  # otherwise Triton would load the kernel for the thread's current device
@@ -368,12 +378,7 @@ def _on_this_stream(options: OnThisStream) -> OnThisStream:
 _GATHER = _on_this_stream(AllgatherOptions())
 _SCATTER = _on_this_stream(ReduceScatterOptions())
 _REDUCE = _on_this_stream(AllreduceOptions())
-
-
-def _enqueued(work: dist.Work | None) -> None:
-    """Make the current stream wait for a collective."""
-    if work is not None:
-        work.wait()
+_EXCHANGED = _on_this_stream(AllToAllOptions())
 
 
 class _On:
@@ -569,7 +574,7 @@ class CudaBackend(GpuBackend):
         self.limits_ctas = size == dist.get_world_size()
         self._compare_devices()
         self._held = _held_by(self)  # symmetric memory
-        self._communicators: dict[int, dist.ProcessGroup] = {}
+        self._communicators: dict[int, Communicator] = {}
         self.clock = None if self.shares_gpu else cuda_clock
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
@@ -729,55 +734,58 @@ class CudaBackend(GpuBackend):
         addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
         return SymmetricTensor(local, peers, addresses, int(getattr(memory_handle, "multicast_ptr", 0) or 0))
 
-    # Collectives call the methods of the group, because torch.distributed's functions add checks that cost host time. A
-    # collective of one rank is a copy, because its group may not support CUDA tensors (`alone`).
+    # Collectives call the group's NCCL backend: torch.distributed's functions add checks, and the group's own methods
+    # add torch's dispatcher, which cost host time. A collective of one rank is a copy, because its group may not
+    # support CUDA tensors (`alone`).
+
+    @cached_property
+    def _nccl(self) -> Communicator:
+        return self.group._get_backend(self.device)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        self.collective(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
+        self.collective(stream, self._nccl._allgather_base, out, x, _GATHER)
 
     def all_gather_together(
         self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
         if self.size == 1:
             return super().all_gather_together(outs, inputs, stream)
-        gather = self.group.allgather_into_tensor_coalesced
-        self.collective(lambda: _enqueued(gather([*outs], [*inputs], _GATHER)), inputs, outs, stream)
+        self.collective(stream, self.group.allgather_into_tensor_coalesced, [*outs], [*inputs], _GATHER)
 
-    def communicator(self, ctas: int) -> dist.ProcessGroup | None:
+    def communicator(self, ctas: int) -> Communicator:
         """Make a separate process group. In a World that contains only some of torch.distributed's ranks this returns
         None, because every rank would have to take part. On such a World "auto" chooses no plan that needs a limited
         communicator."""
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
-            group = self._communicators[ctas] = self._split([range(self.size)], ctas)
+            group = self._split([range(self.size)], ctas)
             self._warm_up(group, self.size)
+            self._communicators[ctas] = group._get_backend(self.device)
         return self._communicators[ctas]
 
     def reduce_scatter(
-        self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None
+        self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream, on: Communicator = None
     ) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        group = on or self.group
-        self.collective(lambda: _enqueued(group._reduce_scatter_base(out, x, _SCATTER)), [x], [out], stream)
+        self.collective(stream, (on or self._nccl)._reduce_scatter_base, out, x, _SCATTER)
 
-    def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: Communicator = None) -> None:
         if self.size == 1:
             return
-        group = on or self.group
-        self.collective(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
+        self.collective(stream, (on or self._nccl).allreduce, [x], _REDUCE)
 
     def all_to_all(
         self,
         outs: Sequence[torch.Tensor],
         inputs: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
-        on: dist.ProcessGroup | None = None,
+        on: Communicator = None,
     ) -> None:
         outs, inputs = list(outs), list(inputs)
         if self.size == 1:
             return self.copy(outs[0], inputs[0], stream)
-        self.collective(lambda: dist.all_to_all(outs, inputs, group=on or self.group), inputs, outs, stream)
+        self.collective(stream, (on or self._nccl).alltoall, outs, inputs, _EXCHANGED)

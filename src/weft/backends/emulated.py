@@ -283,10 +283,10 @@ class EmulatedBackend(Backend):
     def on_side_stream(self) -> bool:
         return self.current_stream() is not self.machine.streams.stream(self.machine_rank, "main")
 
-    def finish(self, stream: EmulatedStream) -> None:
+    def finish(self, stream: EmulatedStream | None = None) -> None:
         host = self.machine.host_threads[self.machine_rank]
         if not self.machine.ahead or not host.on_rank_thread:  # only the rank's own thread orders torch operations
-            self.machine.streams.finish(stream)
+            self.machine.streams.finish(stream or self.current_stream())
 
     # -- stream operations -------------------------------------------------------------------------------------------
     def launch(

@@ -169,7 +169,7 @@ class GlooBackend(Backend):
     def capturing(self) -> bool:
         return False
 
-    def finish(self, stream: Stream) -> None:
+    def finish(self, stream: Stream = None) -> None:
         pass
 
     # -- stream operations -------------------------------------------------------------------------------------------

@@ -88,24 +88,23 @@ class Launcher:
         kinds: list[object] = []
         addresses: list[object] = []
         try:
-            values = [moving[name] for name in launch.moving]
+            for name in launch.moving:
+                value = address = kind = moving[name]  # None remains None
+                if isinstance(value, torch.Tensor):
+                    address = value.data_ptr()
+                    kind = (value.dtype,) if address % 16 else value.dtype
+                elif type(value) is int:  # an integer that the kernel does not specialise
+                    kind = int
+                elif value is not None:  # a NamedTuple
+                    kind, address = _kinds(value), _triton.address(value, fixed=False)
+                kinds.append(kind)
+                addresses.append(address)
         except KeyError:
             launch.arguments(moving)  # raises the error that names the missing argument
             raise
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                address = value.data_ptr()
-                kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
-                addresses.append(address)
-            elif type(value) is int:  # an integer that the kernel does not specialise
-                kinds.append(int)
-                addresses.append(value)
-            else:  # a NamedTuple, or None
-                kinds.append(_kinds(value))
-                addresses.append(_triton.address(value, fixed=False))
-        ready = launch.variants.get(tuple(kinds))
+        ready = launch.variants.get(key := tuple(kinds))
         if ready is None:
-            self._launch_first(launch, stream, moving, tuple(kinds))
+            self._launch_first(launch, stream, moving, key)
         elif torch._C._cuda_getDevice() == self.backend.device.index:
             ready(stream.cuda_stream, addresses)
         else:  # a user's thread with a different current device; CUDA launches on the current device

@@ -6,9 +6,8 @@
     gather_to_flags  stream  stage the shard | one kernel, whose tiles wait for flags            | join
                      copies                  | barrier | pull, flag | pull, flag | ..  | barrier
 
-    reduce_rows      stream  GEMM for the farthest owner | GEMM for .. | GEMM of own rows        | join
+    reduce_rows      stream  GEMM for the farthest owner | GEMM for .. | GEMM of own rows        | sum
                      copies  barrier                     | push        | push          | barrier
-                     sum                                                                         | sum
 
 After the first barrier of a gather every rank has staged its shard, and after the last barrier no rank still reads it.
 After the first barrier of a reduce every rank may write to the staging memory again, and after the later barriers all
@@ -256,18 +255,22 @@ def reduce_rows(
     count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
     second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
     staging = workspace(world, "staging", (splits, size, count, n), dtype)
-    # For each split, `steps` contains the rows of each part and the copies of the part: `splits` pieces for each rank,
-    # with their destinations.
+    # For each split, the rows of each part, and the copies of the part: their rows in the part and their destinations.
     steps = [
         [
             (
                 slice(start * rows + split * count, start * rows + split * count + count * len(ranks)),
-                [(p * splits + split, staging.peers[p][split, rank]) for p in ranks if p != rank],
+                [
+                    (slice((p - start) * count, (p - start + 1) * count), staging.peers[p][split, rank])
+                    for p in ranks
+                    if p != rank
+                ],
             )
             for start, ranks in groups
         ]
         for split in range(splits)
     ]
+    own_rows = [slice(rank * rows + split * count, rank * rows + (split + 1) * count) for split in range(splits)]
     staged = list(staging.local)
 
     @contextmanager
@@ -275,16 +278,16 @@ def reduce_rows(
         stream = world.current_stream()
         world.order(holder, stream)
         partial, lanes = world.empty((size * rows, n), dtype), itertools.cycle((stream, second_stream))
-        by_rank, results = partial.split(count), out.split(count)
+        results = out.split(count) if splits > 1 else [out]
         begin_event = world.record(stream)
         world.wait_event(second_stream, begin_event)
         world.wait_event(copies, begin_event)
         world.barrier(copies)
 
-        def send(moves: Sequence[tuple[int, torch.Tensor]], lane: Stream, computed: torch.Tensor) -> None:
+        def send(moves: Sequence[tuple[slice, torch.Tensor]], lane: Stream, computed: torch.Tensor) -> None:
             world.wait_event(copies, world.record(lane))
-            for i, destination in moves:
-                world.copy(destination, by_rank[i], copies)
+            for part_rows, destination in moves:
+                world.copy(destination, computed if computed.shape[0] == count else computed[part_rows], copies)
 
         def parts() -> Iterator[PartialRows]:
             for split, step in enumerate(steps):
@@ -292,13 +295,15 @@ def reduce_rows(
                     lane = next(lanes)
                     yield PartialRows(span, partial[span], lane, functools.partial(send, moves, lane))
                 world.barrier(copies)
+                # No later GEMM could run beside the last sum, which therefore needs no stream of its own.
+                lane = sums if split < splits - 1 else stream
                 # `copies` has also waited for the GEMM of this rank's own rows, the last GEMM.
-                world.wait_event(sums, world.record(copies))
-                sum_parts(by_rank[rank * splits + split], staged[split], results[split], bias, world, sums)
+                world.wait_event(lane, world.record(copies))
+                sum_parts(partial[own_rows[split]], staged[split], results[split], bias, world, lane)
 
-        yield parts()
-        for side in (second_stream, sums):
-            world.wait_event(stream, world.record(side))
+        yield parts()  # in the end `stream` has waited for `copies`, which has waited for each GEMM of `second_stream`
+        if splits > 1:
+            world.wait_event(stream, world.record(sums))
 
     return reduce
 

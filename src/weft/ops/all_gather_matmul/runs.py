@@ -59,6 +59,9 @@ def with_activation(world: World, call: GatherCall, run: Run) -> Run:
     return activated
 
 
+NOT_RETURNED = GatheredRows(None)
+
+
 # -- a library GEMM of gathered rows -----------------------------------------------------------------------------------
 # The transport that gathers the rows for each class of plans.
 GATHERS: Mapping[type[Plan], GatherTransport] = {
@@ -122,7 +125,7 @@ def prepare_gathered(world: World, call: GatherCall, plan: Plan) -> Run:
             for rows, parts, lane in arrivals:
                 linear(world, call.scaling, call.dtype, gathered_operands(operands, *parts), lane, out[rows])
         if not call.gathered:
-            return GatheredRows(None)
+            return NOT_RETURNED
         # With one rank the gathered tensors are the operands themselves.
         return GatheredRows(*gathered) if world.size > 1 else GatheredRows(*(t.clone() for t in gathered))
 
@@ -276,7 +279,7 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
         if reads_own_rows:
             moving["x_desc"] = x
         launches(not weight.is_contiguous())(stream, **moving)
-        return GatheredRows(None) if copy_of_half is None or epoch is None else copy_of_half(epoch)
+        return NOT_RETURNED if copy_of_half is None or epoch is None else copy_of_half(epoch)
 
     return run
 
@@ -386,7 +389,7 @@ def _by_copy_engine(world: World, call: GatherCall, plan: FusedGatherByCopies, g
             moving |= dict(scales=scales_of(operands), all_scales=gathered_operands(operands, *gathered).x_scale)
             ahead((bias, weight if weight.is_contiguous() else None), lambda: (BoundLaunch(launch, moving),))
             launch(world.current_stream(), **moving)
-        return GatheredRows(*gathered) if call.gathered else GatheredRows(None)
+        return GatheredRows(*gathered) if call.gathered else NOT_RETURNED
 
     return run
 
@@ -430,7 +433,7 @@ def _flag_gated(
                 world.backend.linear(gathered.split(rows)[p], weight, None, stream, out.split(rows)[p])
         add_bias(world, out, bias, stream)
     if not call.gathered:
-        return GatheredRows(None)
+        return NOT_RETURNED
     kept = world.empty((call.rows, call.k), x.dtype)
     world.copy(kept, gathered, stream)
     return GatheredRows(kept)

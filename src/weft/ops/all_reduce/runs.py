@@ -55,14 +55,15 @@ def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
     def prepare(world: World, call: SumCall, plan: Plan) -> Run:
         sum_rows = make(world, call, plan)
         kept_rows = call.m if call.keep == WHOLE.value else split_rows(world, call.m)[world.rank]
+        empty, current = world.empty, world.current_stream
 
         def run(operands: SumOperands | NormOperands, out: torch.Tensor) -> tuple[torch.Tensor | None, ...] | None:
             if isinstance(operands, SumOperands):
-                sum_rows(Tensors(operands.x, out), world.current_stream())
+                sum_rows(Tensors(operands.x, out), current())
                 return None
-            kept = world.empty((kept_rows, call.h), call.dtype) if call.keep else None
-            scales = world.empty(call.scales, torch.float32) if call.group else None
-            sum_rows(Tensors(operands.x, out, *operands[1:], kept, scales), world.current_stream())
+            kept = empty((kept_rows, call.h), call.dtype) if call.keep else None
+            scales = empty(call.scales, torch.float32) if call.group else None
+            sum_rows(Tensors(operands.x, out, *operands[1:], kept, scales), current())
             return kept, scales
 
         return run
@@ -73,12 +74,13 @@ def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
 def prepare_sequential(world: World, call: SumCall, plan: Plan) -> Run | OwnResult:
     if call.op != PLAIN_SUM:
         return _normalised(world, call, plan)
-    results, all_reduce, copy = world.backend.results, world.all_reduce, world.copy
+    current, results, all_reduce, copy = world.current_stream, world.backend.results, world.all_reduce, world.copy
+    wanted = [(call.shape, call.dtype)]
 
     def run(operands: SumOperands, out: torch.Tensor | None) -> tuple[torch.Tensor]:
-        x, stream = operands.x, world.current_stream()
+        x, stream = operands.x, current()
         if out is None:
-            (out,) = results(lambda: (x.clone(),), [(x.shape, x.dtype)], [x], stream)
+            (out,) = results(lambda: (x.clone(),), wanted, [x], stream)
         else:
             copy(out, x, stream)
         if world.size > 1:

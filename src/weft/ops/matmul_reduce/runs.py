@@ -66,9 +66,10 @@ def multiply(
     rows: slice | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T, or some of its rows, which the fastest library computes on the stream."""
-    part = operands._replace(bias=None)
+    x, weight, _, x_scale, weight_scale = operands
     if rows is not None:
-        part = part._replace(x=part.x[rows], x_scale=scales_of_part(call.scaling, part.x_scale, rows))
+        x, x_scale = x[rows], scales_of_part(call.scaling, x_scale, rows)
+    part = ScaledFactors(x, weight, None, x_scale, weight_scale)
     return linear(world, call.scaling, call.dtype, part, stream, out)
 
 
