@@ -335,7 +335,7 @@ def test_the_kind_of_link_is_asked_of_the_driver(
 def test_shipped_profiles_can_be_used() -> None:
     for path in (Path(profile.__file__).parent / "profiles").glob("*.json"):
         p = profile.shipped(path.stem)
-        assert p is not None and p.machine.name == path.stem and p.source == "weft tune"
+        assert p is not None and p.machine.name == path.stem and p.source.startswith("weft tune")
         assert Planner(Predictor(p)).decide("matmul_reduce_scatter", 8192, 4096, 1376).sequential
 
 
@@ -690,7 +690,12 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
         seen: list[str] = []
         for name in "launch copy linear all_reduce call wait_event".split():
             counts = name not in ("call", "wait_event")
-            setattr(backend, name, lambda *a, counts=counts, name=name, **k: seen.append(name) if counts else None)
+
+            def stub(*args: Any, counts: bool = counts, name: str = name, **kwargs: Any) -> object:
+                seen.extend([name] if counts else [])
+                return kwargs.get("out", args[-1])  # `linear` returns its output
+
+            setattr(backend, name, stub)
         x, w = torch.zeros(8 if op == "all_gather_matmul" else 32, 64), torch.zeros(64, 64)
         operation_counts = []
         for plan in plans:
@@ -1011,7 +1016,7 @@ def test_the_hosts_time_is_that_of_the_op_and_kind() -> None:
     )
     assert p.host(op, copied) == 33.9 + 10 * (operations(p, op, copied) - 1), "the host submits each copy of the plan"
     assert p.host("matmul_all_reduce", Decomposed()) < 250, "a kind without a call of this op has another op's"
-    assert p.host("matmul_reduce_scatter", Decomposed((2, 2))) == pytest.approx(582.3 - 2 * 10)
+    assert p.host("matmul_reduce_scatter", Decomposed((2, 2))) == 582.3, "fewer operations subtract nothing"
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])

@@ -59,7 +59,9 @@ class Predictor(Fits):
     def host(self, op: str, plan: Plan) -> float:
         """Return the time, in us, that the host currently needs for an eager call. This time is that of the shortest
         measured eager call of the plan's class, family and op (or of others of its kind, as far as none was measured),
-        and of a launch for each operation that the measured call lacks."""
+        and of a launch for each operation that the measured call lacks. An operation that only the measured call has
+        subtracts nothing, since a launch is an upper bound on its time: with subtraction, a signaled call of one group
+        was chosen at twice the time of cuBLAS + NCCL (4 H200, 2026-11)."""
         family = plan.family
         alike = [
             ((type(known) is not type(plan), known.family != family, known_op != op, us), operations)
@@ -67,7 +69,7 @@ class Predictor(Fits):
             if known.kind == plan.kind
         ]
         (*_, us), operations = min(alike, default=((0.0,), 0))
-        further = self.cost(op, plan).operations(plan, self.world) - operations
+        further = max(0, self.cost(op, plan).operations(plan, self.world) - operations)
         return self.pace * us + (self.launch or 0.0) * further
 
     @functools.cached_property
