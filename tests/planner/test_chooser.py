@@ -31,6 +31,10 @@ from weft.ops.attention import libraries
 from weft.ops.attention.segmented import AttentionConfig
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
+from weft.planner.auto import UNUSABLE
+from weft.planner.predict import Predictor
+from weft.planner.profile import shipped
+from weft.planner.search import Planner
 from weft.planner.table import Measured, learn
 from weft.plans import (
     Decomposed,
@@ -266,12 +270,13 @@ def test_explain_of_a_world(us: dict) -> None:
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. A GPU of
-    another generation, or a GPU with stored rows, keeps its plan."""
-    is_hopper, known = [True], [False]
+    """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. So it is with
+    a profile if the host may bound the eager call. A GPU of another generation, a GPU with stored rows, and a GPU whose
+    profile has calls that the GPU bounds keep their plan."""
+    is_hopper, known, planner = [True], [False], list[Any]([None])
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
-    monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: None)
+    monkeypatch.setattr("weft.planner.auto._planner_or_unusable", lambda world: planner[0])
     monkeypatch.setattr(AllGatherMatmul, "autotune_plans", ())
     best = REGISTRY[op].variants[-1]
 
@@ -302,9 +307,20 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
         assert plan == best and {Sequential(), *REGISTRY[op].variants, Decomposed()} <= timed
         assert {shot for shot in timed if is_low_latency(shot)} == (shots if most == 1 << 20 else set())
-    for is_hopper[0], known[0] in ((False, False), (True, True)):
+    profile = shipped("nvidia-h200-x2")
+    assert profile is not None
+    predicted = Planner(Predictor(profile))
+    monkeypatch.setattr(predicted, "nearest", lambda *_: Sequential())
+    for is_hopper[0], known[0], planner[0], us in (
+        (False, False, None, None),
+        (True, True, None, None),
+        (True, False, UNUSABLE, None),
+        (True, False, predicted, CallTime(300.0, 100.0)),
+        (True, False, predicted, CallTime(150.0, 100.0)),  # on a host half as fast the call waits for the host
+    ):
+        monkeypatch.setattr(predicted.predictor, "call_time", lambda *_, us=us: us)
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
-        assert plan == Sequential() and not timed
+        assert (plan, bool(timed)) == ((best, True) if us == CallTime(150.0, 100.0) else (Sequential(), False))
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:

@@ -2,8 +2,8 @@
 
 For a shape in the measured table, this plan is the stored one. For any other shape, it is the plan predicted to be
 fastest from the machine's profile. The plan is sequential unless a different plan was measured or predicted to be
-faster. Without a profile, a shape that is not in the table runs sequentially until it is timed: on a Hopper GPU its
-first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a
+faster. Without a profile, and for eager calls that the host may bound, a shape that is not in the table is timed: on a
+Hopper GPU its first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a
 GPU run no timing, and use the decisions of the most similar machine with a profile.
 
 All ranks must choose the same plan, so the ranks compare their profiles once. Predictions use the launch time that the
@@ -72,9 +72,10 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 
 
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
-    """Return plans to time at the first call in addition to the op's own. Such plans exist only if the machine has
-    neither a profile nor a table row for this shape, or if operands have 8 bits, for which no profile has rates. The
-    plans are timed only on Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
+    """Return plans to time at the first call in addition to the op's own. Such plans exist for a shape without a table
+    row if the machine has no profile, or if the host may bound the eager call (`Planner.host_bounds`), and for operands
+    of 8 bits, for which no profile has rates. The plans are timed only on Hopper, because nobody has run the kernels on
+    newer GPUs. Collective at the first call."""
     if (
         not op.variants
         or world.backend.capturing()
@@ -85,8 +86,10 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     if not _is_measured(world.device):
         return ()
     if not op.scaling(call):
-        stored = (exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES)
-        if all(stored) or _planner_or_unusable(world) is not None:
+        if all(exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES):
+            return ()
+        planner = _planner_or_unusable(world)
+        if planner == UNUSABLE or (isinstance(planner, Planner) and not planner.host_bounds(op.name, *op.sizes(call))):
             return ()
     m, n, k = op.sizes(call)
     nbytes = op.gemm_call(m, n, k).moved(m)
