@@ -3,8 +3,8 @@
 For a shape in the measured table, this plan is the stored one. For any other shape, it is the plan predicted to be
 fastest from the machine's profile. The plan is sequential unless a different plan was measured or predicted to be
 faster. Without a profile, and for eager calls that the host may bound, a shape that is not in the table is timed: on a
-Hopper GPU its first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file. Ranks that share a
-GPU run no timing, and use the decisions of the most similar machine with a profile.
+Hopper GPU its first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file.
+Ranks that share a GPU run no timing, and use the decisions of the most similar machine with a profile.
 
 All ranks must choose the same plan, so the ranks compare their profiles once. Predictions use the launch time that the
 slowest host measures at its start, which all ranks exchange. A GPU whose speed differs from its profile (`self_check`)
