@@ -79,7 +79,7 @@ class Range:
                 if way != VLLM
             ]
             ends.append(f"{tokens} tokens {times[VLLM].gpu:.0f} us{host_bound(times[VLLM])}, {', '.join(others)}")
-        figures = "; ".join(ends) or "not timed: all others are far slower with more tokens"
+        figures = "; ".join(ends) or "not timed: by the times with more tokens no other way can win"
         return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({figures})"
 
 
