@@ -569,6 +569,17 @@ def test_a_known_call_looks_no_decision_up_until_the_table_changes(monkeypatch: 
     assert standin.run(main) == [[2, 3, 4]] * 2
 
 
+def test_two_parts_may_have_different_numbers_of_tokens() -> None:
+    def main(world: weft.World) -> list[torch.Tensor]:
+        t = operands(world.rank)
+        t |= {"x": t["x"][:21], "residual": t["residual"][:21]}
+        plans = "own_rows", "woven", "woven"
+        return [ROW_NORM_COLUMN(world, plan, LayerTensors(**t), (1e-6,))[0].float() for plan in plans]
+
+    for expected, *results in standin.run(main):
+        assert all((y - expected).norm() < 8e-3 * expected.norm() for y in results)
+
+
 @pytest.mark.parametrize("plan", ["own_rows", "sequence_parallel"])
 def test_residuals_are_held_by_rows(plan: str) -> None:
     """Rows of the residual that a rank does not own may contain any values."""

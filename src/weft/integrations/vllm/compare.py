@@ -79,7 +79,7 @@ class Range:
                 if way != VLLM
             ]
             ends.append(f"{tokens} tokens {times[VLLM].gpu:.0f} us{host_bound(times[VLLM])}, {', '.join(others)}")
-        figures = "; ".join(ends) or "not timed: all others are far slower with more tokens"
+        figures = "; ".join(ends) or "not timed: by the times with more tokens no other way can win"
         return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({figures})"
 
 
@@ -132,8 +132,8 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
 def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
     """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
     collective."""
-    generator = torch.Generator().manual_seed(0)  # the same tokens on all ranks
-    ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on all ranks
+    ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator, device="cpu")
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
     passes.put(Compared)
     comparison = Comparison(passes, run)

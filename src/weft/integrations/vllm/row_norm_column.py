@@ -277,14 +277,15 @@ def fused_sum(world: World, call: RowNormColumnCall, plan: FusedSum) -> PassRun:
 
 
 def woven(world: World, call: RowNormColumnCall, plan: TwoParts) -> PassRun:
-    cut, sum_norm = halves(call.m), summed_norm(world, call, False, TwoShotPull(programs=plan.programs))
+    cut, norm_plan = halves(call.m), TwoShotPull(programs=plan.programs)
     parts = [
-        (part, own_row_range(world, part.stop - part.start, part.start)) for part in (slice(0, cut), slice(cut, call.m))
+        (part, own_row_range(world, part.stop - part.start, part.start), summed_norm(world, call, False, norm_plan))
+        for part in (slice(0, cut), slice(cut, call.m))  # may have different sizes
     ]
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
         weave, normed, residuals = Weave(world, 2), [], []
-        for i, (part, own_range) in enumerate(parts):
+        for i, (part, own_range, sum_norm) in enumerate(parts):
             partial = row_product(world, t, t.x[part])
             with weave.reducing(i, partial):
                 residual = None if t.residual is None else t.residual[own_range]
@@ -292,7 +293,7 @@ def woven(world: World, call: RowNormColumnCall, plan: TwoParts) -> PassRun:
             normed.append(y)
             residuals.append((own_range, new_residual))
         out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
-        for i, ((part, _), y) in enumerate(zip(parts, normed, strict=True)):
+        for i, ((part, *_), y) in enumerate(zip(parts, normed, strict=True)):
             weave.wait(i)
             if t.column is None or t.column_scale is not None:
                 world.copy(out[part], column_product(world, t, y), main)
