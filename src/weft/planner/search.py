@@ -175,8 +175,8 @@ class Planner:
     def host_bounds(self, op: str, m: int, n: int, k: int) -> bool:
         """Return whether a host slower by SLOW_HOST needs more time for a sequential eager call than the GPU, or
         whether nothing is predicted. The fastest plan then depends on the host's speed, which a profile does not
-        contain: of 131 eager sizes, predictions left 37 to 46 below 0.98x of cuBLAS + NCCL (4 H200, 2026-11), and trials
-        at the first call left 5 of 88 (4 H100)."""
+        contain: of 131 eager sizes, predictions left 37 to 46 below 0.98x of cuBLAS + NCCL (4 H200, 2026-11), and
+        trials at the first call left 5 of 88 (4 H100)."""
         try:
             time = self.predictor.call_time(op, Sequential(), m, n, k)
         except NotMeasured:
