@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs weft's operators under GSan, Triton's race detector, on a machine with two GPUs and an older Triton (not run yet):
+# Runs weft's operators under GSan, Triton's race detector, on a machine with two GPUs and an older Triton:
 #   gpu/gsan.sh pack WHEEL     with a network: pack Triton 3.9's wheel for the GPU machine's Python into .venv-gsan/, about 50 MB
 #   gpu/gsan.sh unpack         on the GPU machine: unpack it into $AT
 #   gpu/gsan.sh run [NAME ..]  on it: run the cases of tests/gpu/gpu_gsan.py, each within SECONDS_OF (90), and print GSan's reports
