@@ -129,8 +129,8 @@ KERNELS = {
 
 
 def stress(call: Call, sum_of: float) -> tuple[int, int]:
-    """Return the number of calls and the number of calls with a wrong element on any rank. The GPU
-    sleeps until the host has launched a batch, so that its calls follow each other without a gap."""
+    """Return the number of calls and, summed over the ranks, the number of calls with a wrong element. The GPU sleeps
+    until the host has launched a batch, so that the calls of a batch follow each other without a gap."""
     calls, wrong, begin = 0, torch.zeros((), dtype=torch.int64, device="cuda"), time.monotonic()
     left = torch.ones((), device="cuda")
     while left.item():

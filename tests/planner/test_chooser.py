@@ -268,11 +268,19 @@ def test_explain_of_a_world(us: dict) -> None:
     assert emulate(rank) == [SECOND, "timed at the first call of this size"]
 
 
+def test_explain_says_which_eager_calls_are_timed() -> None:
+    for m, mode, timed in ((128, "eager", True), (128, "graph", False), (16384, "eager", False)):
+        shown = weft.explain("matmul_all_reduce", m, 4096, 4088, mode=mode, profile="nvidia-h200-x4")
+        assert ("time the plans at the first eager call" in shown.why) == timed
+    shown = weft.explain("matmul_all_to_all", 128, 4096, 4088, mode="eager", profile="nvidia-h200-x4")
+    assert "time the plans" not in shown.why
+
+
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. So it is with
-    a profile if the host may bound the eager call. A GPU of another generation, a GPU with stored rows, and a GPU whose
-    profile has calls that the GPU bounds keep their plan."""
+    """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. Candidates
+    are also timed with a profile if the host may bound the eager call. Nothing is timed on a GPU of another generation,
+    on a GPU with stored rows, with an unusable profile, or if a profile predicts that the GPU bounds the call."""
     is_hopper, known, planner = [True], [False], list[Any]([None])
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)

@@ -85,13 +85,13 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
         return ()
     if not _is_measured(world.device):
         return ()
+    m, n, k = op.sizes(call)
     if not op.scaling(call):
-        if all(exact(gpu_model(world.device), op.name, world.size, *op.sizes(call), mode) for mode in LAUNCH_MODES):
+        if all(exact(gpu_model(world.device), op.name, world.size, m, n, k, mode) for mode in LAUNCH_MODES):
             return ()
         planner = _planner_or_unusable(world)
-        if planner == UNUSABLE or (isinstance(planner, Planner) and not planner.host_bounds(op.name, *op.sizes(call))):
+        if planner == UNUSABLE or (isinstance(planner, Planner) and not planner.host_bounds(op.name, m, n, k)):
             return ()
-    m, n, k = op.sizes(call)
     nbytes = op.gemm_call(m, n, k).moved(m)
     shots = [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op.name, plan, world.size)]
     return [*op.variants, *([op.default(world, Decomposed)] if Decomposed in op.runs else ()), *shots]
@@ -288,13 +288,13 @@ def explain(
     else:
         plan, planned_m = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if planned_m == m else f"; as for M {planned_m}, the next that plans are found for")
+        if mode == "eager" and not shares and planner.host_bounds(op, m, n, k) and REGISTRY[op].variants:
+            why += "; the host may bound such a call, so Hopper GPUs time the plans at the first eager call"
     if shares:
         why = f"ranks that share a GPU decide as on {used_profile.machine.name}: {why}"
     if isinstance(world, World) and world.multi_node_unsupported:
-        plan, why = (
-            Sequential(),
-            f"nothing else was timed there, and {world.multi_node_unsupported}; times are of one node",
-        )
+        plan = Sequential()
+        why = f"nothing else was timed there, and {world.multi_node_unsupported}; times are of one node"
     if trial is not None:
         plan, why = next(iter(trial.faster[mode]), plan), trial.timings(mode)
     options = decision.options

@@ -82,13 +82,13 @@ def gain(mode: str) -> float:
 
 
 def wins(time: CallTime, sequential: CallTime, mode: str) -> bool:
-    """Return whether a plan is predicted to be faster than sequential by more than `gain`. An eager plan must be so on
-    the host of the prediction or on one that is slower by SLOW_HOST, and slower than sequential on neither, because
-    hosts change by this factor within minutes: 53 us in a profile, 61 to 147 us in two runs (sequential calls of the
-    smallest sizes, 2 H200, 2026-11). Where the host bounds the call, a plan of one launch, which needs less of the host
-    than sequential, therefore wins on hosts of any speed (GEMM + reduce-scatter, 4 H200, 2026-11: fused 92 us,
-    sequential 145 us). A plan on several streams needs more (decomposed 582 us), and wins only where the GPU hides
-    it."""
+    """Return whether a plan is predicted to be faster than sequential by more than `gain`. An eager plan must be this
+    much faster on the present host or on one slower by SLOW_HOST, and slower than sequential on neither, because the
+    speed of a host changes by this factor within minutes: 53 us in a profile, 61 to 147 us in two runs (sequential
+    calls of the smallest sizes, 2 H200, 2026-11). Where the host bounds the call, a plan of one launch, which needs
+    less of the host than sequential, therefore wins on hosts of any speed (GEMM + reduce-scatter, 4 H200, 2026-11:
+    fused 92 us, sequential 145 us). A plan on several streams needs more (decomposed 582 us), and wins only where the
+    GPU hides the host's time."""
     ratios = [sequential.us(mode, slow) / time.us(mode, slow) for slow in (1.0, SLOW_HOST)]
     return min(ratios) >= 1 and max(ratios) > gain(mode)
 
@@ -173,10 +173,10 @@ class Planner:
         return Decision(op, m, n, k, p.world, mode, best, why, options)
 
     def host_bounds(self, op: str, m: int, n: int, k: int) -> bool:
-        """Return whether a sequential eager call may take the host, at a SLOW_HOST, longer than the GPU, or nothing is
-        predicted. The order of plans then depends on the host's speed, which a profile does not have: of 131 eager
-        sizes, predictions left 37 to 46 below 0.98x of cuBLAS + NCCL (4 H200, 2026-11), and trials at the first call
-        left 5 of 88 (4 H100)."""
+        """Return whether a host slower by SLOW_HOST needs more time for a sequential eager call than the GPU, or
+        whether nothing is predicted. The fastest plan then depends on the host's speed, which a profile does not
+        contain: of 131 eager sizes, predictions left 37 to 46 below 0.98x of cuBLAS + NCCL (4 H200, 2026-11), and
+        trials at the first call left 5 of 88 (4 H100)."""
         try:
             time = self.predictor.call_time(op, Sequential(), m, n, k)
         except NotMeasured:

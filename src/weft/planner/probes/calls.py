@@ -59,7 +59,7 @@ def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int) -> Probe:
 
 def eager_calls_of(b: Bench, op: str, plans: Sequence[Plan], m: int, n: int, k: int) -> Probe:
     """Return a probe of eager calls. Rounds interleave the plans, because the host's speed changes by a factor of two
-    within minutes, and the ratios between the plans' times decide."""
+    within minutes, and the choice depends on the ratios of the plans' times."""
     rows = {plan: TimedCall(op, plan.to_json(), m, n, k, "eager", 1.0) for plan in plans}
 
     def run() -> list[Measurement]:
