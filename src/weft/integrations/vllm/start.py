@@ -174,12 +174,16 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
 
 def allocate(model: ServedModel, runner: VllmObject) -> None:
     """Run the largest passes again. vLLM frees torch's cached memory before it captures graphs, so requests would wait
-    while CUDA allocates the memory. The call is collective."""
+    while CUDA allocates the memory. Never raises: graphs that use the twin exist already, so it cannot be dropped here,
+    and an engine without memory for these passes may still serve smaller ones. The call is collective."""
     if model.passes is None:
         return
-    run = compare.pass_of(runner, model.config)
-    for tokens in model.passes.largest():
-        run(tokens)
+    try:
+        run = compare.pass_of(runner, model.config)
+        for tokens in model.passes.largest():
+            run(tokens)
+    except Exception as error:
+        log.warning("weft: the memory of the largest passes is not allocated: %s: %s", type(error).__name__, error)
 
 
 def free_cached_memory(world: World) -> None:
