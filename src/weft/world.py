@@ -52,8 +52,8 @@ Lost = TypeVar("Lost", Timeout, Mismatch)
 _MISSING = object()
 PATIENCE = 1e-3  # the seconds for which a rank waits for the other ranks before a call that it makes for the first time
 LATE = 16  # a rank makes at most LATE first calls ahead of the slowest rank
-# The most sequences of a World. 400 shapes of a decomposed gather occupied 92 MiB (4 H200, 2026-11), so these occupy at
-# most 236 MiB.
+# A World keeps at most so many sequences. 400 shapes of a decomposed gather occupied 92 MiB (4 H200, 2026-11), so this
+# number occupies at most 236 MiB.
 MOST_SEQUENCES = 1024
 _COUNTERS = 1 << 20  # the number of counters in one block of channel memory, 4 MiB per rank
 
@@ -731,7 +731,7 @@ class World:
             last, holder.last_captured = holder.last_captured, stream
         else:
             last, holder.last_stream = holder.last_stream, stream
-        # An event of a captured stream would draw an eager call's stream into the capture.
+        # An event of a captured stream would add an eager call's stream to the capture.
         if last is not None and last != stream and self.backend.captures(last) == capturing:
             self.backend.wait_event(stream, self.backend.record(last))
 

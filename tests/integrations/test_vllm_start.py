@@ -176,6 +176,22 @@ def test_ranges_are_divided_down_to_eighths() -> None:
 
 
 SHARDED, FUSED, PARTS, WOVEN, WOVEN_16 = PASS_FORMS[2:]
+
+
+def test_a_form_that_is_slower_than_vllm_inside_its_range_loses_the_part_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GEMM + all-reduce wins at both ends of a range, but not in the middle, where its rival is timed with it and does
+    not win either."""
+    gains = {FUSED: {1: 1.05, 5: 0.9, 8: 1.05}, SHARDED: {1: 0.98, 5: 1.0, 8: 1.3}}
+    span = compare.TokenSpan(8, ((1, 1), (5, 5)), "graph")
+    comparison = compare.Comparison(None, None)  # type: ignore[arg-type]
+
+    def time(tokens: int, chosen: Any, forms: Any, mode: str) -> Any:
+        return {way: CallTime(1 / gains.get(way, {}).get(tokens, 1.0), 0.0) for way in (compare.VLLM, chosen, *forms)}
+
+    monkeypatch.setattr(comparison, "time", time)
+    assert {(r.low, r.high, r.form) for r in comparison.divided(span, [FUSED, SHARDED])} == {(1, 8, None)}
+
+
 # Llama-70B with 16 layers on four H200s: the times of vLLM's own passes in ms, and the gains of the forms, by the
 # number of tokens.
 VLLM_MS = {1024: 15.9, 1025: 19.2, 2048: 28.4, 2049: 29.9, 3073: 42.2, 4096: 54.9, 4097: 54.1, 8192: 108.3}
@@ -342,6 +358,20 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(start, "free_cached_memory", lambda world: note("freed"))
     standin.run(lambda world: started(world) and None)
     assert all(events[-10:] == ["freed", 12, 8, 4, 2, 1, 5, 3, "capture", 12] for events in ran.values()), ran
+
+
+def test_an_engine_without_memory_for_its_largest_passes_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    times_of(monkeypatch, lambda tokens, form: 2.0 if form == PASS_FORMS[2] else 0.5)
+    captured: list[bool] = []
+
+    def run(self: Any, tokens: int, **options: Any) -> None:
+        if captured:
+            raise torch.OutOfMemoryError("no memory after the capture")
+
+    monkeypatch.setattr(standin.ModelRunner, "_dummy_run", run)
+    monkeypatch.setattr(standin.ModelRunner, "capture_model", lambda self: captured.append(True))
+    standin.run(lambda world: started(world) and None)
+    assert captured
 
 
 @pytest.mark.parametrize(

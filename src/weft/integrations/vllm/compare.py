@@ -40,7 +40,7 @@ VLLM = "vLLM"  # the candidate for vLLM's own pass
 PassWay: TypeAlias = Plan | str
 RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of tokens
 Times: TypeAlias = dict[PassWay, CallTime]  # the time of a pass in each way
-Named: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and the time of a pass by the name of its way
+Named: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and a pass's time by the way's name
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
 # A way is not timed in rounds if its first timed passes are slower than the chosen way's by this factor, which is
 # larger in graphs, because short passes vary more.
@@ -150,7 +150,7 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 
 @dataclass
 class Comparison:
-    """The comparison so far. `far_slower` contains the forms, with the mode, that were far slower at the high end of a
+    """The results up to now. `far_slower` contains the forms, with the mode, that were far slower at the high end of a
     range. `host` is, by form, the host's shortest time for a pass without a graph, and `vllm` the shortest time of
     vLLM's own pass without a graph, in us. All ranks have the same times, so they make the same decisions."""
 
@@ -187,10 +187,10 @@ class Comparison:
                 continue
             at_low = self.time(size, chosen, rivals, span.mode)
             times[size] = times.get(size, {}) | at_low
+            if chosen != VLLM and not is_faster(chosen, VLLM, at_low):
+                chosen, parts[-1] = VLLM, (parts[-1][0], VLLM)  # from here on a form has to win against vLLM's own pass
             faster = [form for form in rivals if is_faster(form, chosen, at_low)]
             if faster:
-                if not is_faster(chosen, VLLM, at_low):  # where the part below ends
-                    parts[-1] = parts[-1][0], VLLM
                 parts.append((low, max(faster, key=lambda form: min(gain(form, at_low), gain(form, high)))))
         ends = [low - 1 for low, _ in parts[1:]] + [span.high]
         named = [(tokens, {str(way): us for way, us in ways.items()}) for tokens, ways in times.items()]
