@@ -280,9 +280,8 @@ def reduce_rows(
         partial, lanes = world.empty((size * rows, n), dtype), itertools.cycle((stream, second_stream))
         results = out.split(count) if splits > 1 else [out]
         begin_event = world.record(stream)
-        if len(steps) * len(groups) > 1:  # otherwise nothing runs there, and a capture would not join the stream again
-            world.wait_event(second_stream, begin_event)
-        world.wait_event(copies, begin_event)
+        for side in (copies, second_stream)[: len(steps) * len(groups)]:  # with one part nothing joins the second again
+            world.wait_event(side, begin_event)
         world.barrier(copies)
 
         def send(moves: Sequence[tuple[slice, torch.Tensor]], lane: Stream, computed: torch.Tensor) -> None:
