@@ -542,7 +542,7 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     p = Predictor(made_up_profile() + [TimedCall("all_gather_matmul", q.to_json(), m, n, k, "graph", 900.0) for q in (plan, FusedGather())])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
-        assert set(fused) == ({plan, FusedGather()} if even else {FusedGather()})
+        assert set(fused) == ({plan, FusedGather()} if even else set())
 
 
 def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
@@ -673,6 +673,18 @@ def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
         many_operations, few_operations = (operations(fast.predictor, op, plan) for plan in plans)
         assert many_operations > few_operations
     assert plans[1] != plans[0] and slow.decide(op, *shapes[0], "eager").plan == Sequential()
+
+
+@pytest.mark.parametrize(("m", "fused"), [(4096, True), (4224, False), (4098, False), (4500, False)])
+def test_a_fused_gather_is_for_shards_of_whole_tiles(m: int, fused: bool) -> None:
+    """On 4 H200s a fused gather of 4,224 rows took 1,742 us, where 1,315 were predicted and sequential took 1,503. The
+    plan for 4,500 rows is that of 4,608, whose shards are whole tiles, unless it is slower than sequential there."""
+    known = profile.shipped("nvidia-h200-x4")
+    assert known is not None
+    planner = Planner(Predictor(known))
+    options = planner.decide("all_gather_matmul", m, 14336, 8192, "graph", m % 4 == 0).options
+    assert any(isinstance(option.plan, FusedGather) for option in options) == fused
+    assert fused or not isinstance(planner.nearest("all_gather_matmul", m, 14336, 8192, "graph"), FusedGather)
 
 
 def operations(predictor: Predictor, op: str, plan: Plan) -> int:

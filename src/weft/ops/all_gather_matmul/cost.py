@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -71,7 +71,9 @@ GatherPlan = TypeVar("GatherPlan", FusedGather, FusedGatherByCopies)
 
 class GatherTiles(FusedCost[GatherPlan]):
     """The model of plans in which a tile starts when its chunk has been pulled. The call ends with the slowest chunk
-    and the waves after it."""
+    and the waves after it. `uneven` is the factor of the GEMM's time if shards are not whole tiles."""
+
+    uneven: ClassVar[float] = 1.0
 
     @abstractmethod
     def programs(self, p: Parts, plan: GatherPlan) -> int:
@@ -95,7 +97,7 @@ class GatherTiles(FusedCost[GatherPlan]):
         chunks = -(-rows // pulls.rows)
         tiles = row_tiles * columns
         occupancy = Occupancy(plan.tile, plan.per_sm)
-        gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow
+        gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow * (1.0 if own_tiles else self.uneven)
         i = np.arange(row_tiles)
         last = np.minimum((i + 1) * bm, m) - 1
         # The indices are in the order of the pulls, and negative for this rank's shard.
@@ -111,7 +113,16 @@ class GatherTiles(FusedCost[GatherPlan]):
 
 class PulledTiles(GatherTiles[FusedGather]):
     """The model of plans in which programs pull several chunks at once. A chunk is a row of tiles, or a whole shard if
-    the shard is shorter."""
+    the shard is shorter. If shards are not whole tiles, the loop over tiles is not flattened, and chunks are pulled by
+    ordinary loads: the eight calls that were timed, of 768 to 4,224 rows, took up to twice the time of whole tiles, and
+    longer than sequential calls (4 H200, 2026-11). The plan is therefore no candidate there, and `uneven` refuses it
+    where a plan of whole tiles is taken for a number of rows nearby."""
+
+    uneven = 1.25
+
+    def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[FusedGather]:
+        rows = call.m // p.world if conditions.even else 1
+        return [plan for plan in super().candidates(p, call, conditions) if rows % plan.tile.block_m == 0]
 
     def fitted_names(self, plan: FusedGather) -> tuple[str, ...]:
         return "fixed", "rate", "slow"
