@@ -281,7 +281,10 @@ class GpuBackend(Backend):
     def _noted_collective(
         self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
     ) -> None:
-        self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device), id(self)))
+        assert self.group is not None
+        # The ledger may outlive this World, so the group's name identifies NCCL's communicator: Python reuses an `id`.
+        programs = ResidentPrograms(NCCL_CTAS, room_of(self.device), self.group.group_name)
+        self._noting.add("collectives", programs)
         self._collective(stream, enqueue, *arguments)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
