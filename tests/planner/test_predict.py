@@ -1121,6 +1121,14 @@ def test_explain_shows_the_plan_of_auto(find_returns: Callable[[Any], None], mod
         weft.explain("matmul_all_reduce", 8192.5, 4096, 1024, profile=known)  # type: ignore[arg-type]
 
 
+def test_explain_predicts_with_the_launch_time_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = made_up_profile() + [Latency("launch", 0, 0, 10.0)]
+    monkeypatch.setattr(weft_auto, "_planners", {})
+    for explained, measured in ((10.0, 40.0), (40.0, 20.0), (20.0, 80.0)):
+        assert weft_auto.planner_of(known).predictor.launch == explained
+        assert weft_auto.planner_of(known, measured).predictor.launch == measured
+
+
 def test_a_measured_row_comes_before_the_prediction() -> None:
     row = next(r for r in table.load("nvidia-h200") if r.world == 8 and r.speedup > 1.1)
     d = weft.explain(row.op, row.m, row.n, row.k, mode=row.mode, profile=with_fused())
