@@ -16,7 +16,7 @@ import os
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -43,7 +43,7 @@ from ..symmetric import outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
-from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, SymmetricTensor, timeout_seconds
+from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, StreamWork, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
 from .messages import Messages
 from .shared_gpu import RankDevice
@@ -219,8 +219,19 @@ class GpuBackend(Backend):
     def wait_event(self, stream: torch.cuda.Stream, event: _Recorded) -> None:
         event.event.wait(stream)  # what stream.wait_event does, at the cost of one call less
 
-    def sequence(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Callable[[], object]:
-        return _Sequence(self, stream, work)
+    def sequence(self, stream: torch.cuda.Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
+        """Return the operations one by one to the first call, which loads their kernels, to calls in captures, which
+        then contain the operations themselves, and to calls whose launches are noted."""
+        one_by_one, graph = StreamWork(self, stream, work), _GraphWork(self, stream, work)
+
+        def work_of_call() -> StreamWork:
+            if not one_by_one.marks or self.noting or self.capturing():
+                return one_by_one
+            if not graph.graphs:
+                graph.capture(one_by_one.recorded)
+            return graph
+
+        return work_of_call
 
     @property
     def noting(self) -> bool:
@@ -413,43 +424,51 @@ class _Recorded:
         self.unused.append(self.event)
 
 
-class _Sequence:
-    """Operations that eager calls launch as one CUDA graph. The host needs 8 to 9 us to replay four copies with three
-    events as a graph, and 52 to 83 us to launch them one by one (two hosts with an H100, 2026-11).
+class _GraphWork(StreamWork):
+    """Work that eager calls launch as one CUDA graph. The host needs 8 to 9 us to replay four copies with three events
+    as a graph, and 52 to 83 us to launch them one by one (two hosts with an H100, 2026-11).
 
-    The first call enqueues the operations one by one, which loads their kernels. Calls in captures, which then contain
-    the operations themselves, and calls whose launches are noted also enqueue the operations one by one. All replays
-    run on one stream, so they never overlap."""
+    All replays run on one stream, so they never overlap. External events link the graph with other streams: a replay
+    waits for what they recorded before it, and streams wait for what it records."""
 
-    def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        self.backend, self.stream, self.work = backend, stream, work
-        self.loaded = False
+    backend: GpuBackend
+
+    def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[StreamWork], object]) -> None:
+        super().__init__(backend, stream, work)
         self.graphs: list[torch.cuda.CUDAGraph] = _held_by(self)  # the graph, once it is captured
 
-    def __call__(self) -> None:
-        backend = self.backend
-        with _On(backend, self.stream):
-            if not self.loaded or backend.noting or backend.capturing():
-                self.work()
-                self.loaded = True
-                return
-            if not self.graphs:
-                self.graphs.append(self._captured())
-            self.graphs[0].replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def capture(self, keys: Iterable[Hashable]) -> None:
+        """Capture the work, which waits for events with these keys. Its kernels must be loaded."""
         if self.backend.uploads.pending:
             self.backend.uploads.precede(self.stream)  # a captured stream could not wait for uploads
+        self.recorded = {key: self._external() for key in keys}  # torch waits only for events that were recorded before
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
-        try:
-            self.work()
-        except BaseException:
-            with suppress(RuntimeError):  # the streams of `work` may not be joined
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph
+        with self.backend.on(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
+            try:
+                super().__call__()
+            except BaseException:
+                with suppress(RuntimeError):  # the streams of `work` may not be joined
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self.graphs.append(graph)
+
+    def _external(self) -> _Recorded:
+        event = torch.cuda.Event(external=True)
+        event.record(self.stream)
+        return _Recorded(event, [])
+
+    def record(self, key: Hashable, stream: torch.cuda.Stream) -> None:
+        self.recorded[key].event.record(stream)
+
+    def mark(self) -> None:
+        self.marks.append(self._external())
+
+    def __call__(self) -> list[_Recorded]:
+        with _On(self.backend, self.stream):
+            self.graphs[0].replay()
+        return self.marks
 
 
 _dropped_in_captures: list[Any] = []  # memory and graphs of Worlds that ended during a capture
