@@ -100,7 +100,11 @@ def gather_rows(
             work.mark()
         world.barrier(copies)
 
+    def parts_of(full: TensorList) -> list[list[torch.Tensor]]:
+        return [[t[span] for t in full] for span in spans]
+
     sequence = world.sequence(copies, functools.partial(pull_groups, shared)) if shared else None
+    shared_parts = parts_of(shared) if shared else None
 
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
@@ -110,13 +114,13 @@ def gather_rows(
         *arrival_events, end = pull()
 
         def arrivals() -> Iterator[ArrivedRows]:
-            for i, span in enumerate(spans):
+            for i, (span, parts) in enumerate(zip(spans, shared_parts or parts_of(full), strict=True)):
                 lane = second_stream if i % 2 else stream
                 if own_rows_first and i == 0:
                     yield ArrivedRows(span, tensors, lane)
                 else:
                     world.wait_event(lane, arrival_events[i - int(own_rows_first)])
-                    yield ArrivedRows(span, [t[span] for t in full], lane)
+                    yield ArrivedRows(span, parts, lane)
 
         yield GatheredTensors(full, arrivals())
         world.wait_event(stream, world.record(second_stream))
@@ -365,7 +369,7 @@ def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorL
 
     def copy(tensors: TensorList, stream: Stream) -> None:
         for destination, t in zip(destinations, tensors, strict=True):
-            world.copy(destination, t if len(t) == count else t[send.rows], stream)
+            world.copy(destination, t if t.shape[0] == count else t[send.rows], stream)
 
     return copy
 

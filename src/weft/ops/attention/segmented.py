@@ -215,8 +215,8 @@ def attend(
 ) -> Partial:
     """Compute attention of q over `kv` with a library. `mask` is either a Packed or a bool, whether the mask is
     causal."""
-    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(kv.k), mask is True)
-    outputs = ((q.shape, q.dtype), ((config.heads, len(q)), torch.float32))
+    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (q.shape[0], kv.k.shape[0], mask is True)
+    outputs = ((q.shape, q.dtype), ((config.heads, q.shape[0]), torch.float32))
     offsets = sequence_offsets(world, mask)
     if kv.wait is not None:
         kv.wait()
