@@ -1106,6 +1106,28 @@ def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) ->
     cuda._dropped_in_captures.clear()
 
 
+def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, ...]] = []
+
+    def driver_copy(*arguments: int) -> int:
+        copied.append(arguments)
+        return status
+
+    backend: Any = CudaBackend.__new__(CudaBackend)
+    backend.device, backend.uploads = torch.device("cpu"), SimpleNamespace(pending={})
+    monkeypatch.setattr(cuda, "_driver_copy", lambda: driver_copy)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    stream, source, status = SimpleNamespace(cuda_stream=7), torch.arange(6.0).view(2, 3), 0
+    target = torch.zeros(2, 3)
+    backend.copy(target, source, stream)
+    assert copied == [(target.data_ptr(), source.data_ptr(), 24, 7)] and not target.any()
+    backend.copy(target.t(), source.t(), stream)
+    assert len(copied) == 1 and torch.equal(target, source)
+    status = 201  # the thread has no context
+    backend.copy(target.zero_(), source, stream)
+    assert len(copied) == 2 and torch.equal(target, source)
+
+
 def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA cannot end the capture of streams that are not joined; that error would hide the first one."""
 
