@@ -7,6 +7,7 @@ The process sets its environment before it imports vLLM or torch.
 from __future__ import annotations
 
 import gc
+import json
 import os
 import random
 import tempfile
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from bench.measure import vllm_timeline
 
 LAYERS = 16
 MAX_MODEL_LEN, MAX_NUM_SEQS = 16384, 256
@@ -75,6 +78,34 @@ class Load:
             return [0.0] * len(self.lengths)
         return [arrival := arrival + draw.expovariate(self.rate) for _ in self.lengths]
 
+    def run(self, llm: Any) -> Served:
+        return serve(llm.llm_engine, self, *requests(self))
+
+
+@dataclass
+class TracedLoad:
+    """A load that an engine runs while torch.profiler traces its workers."""
+
+    load: Load
+    tokens: int
+
+    def run(self, llm: Any) -> dict[str, Any]:
+        """Return the timeline of a step of `tokens` tokens, or the error, with which the engine continues."""
+        try:
+            epoch = time.time_ns()
+            started = llm.collective_rpc("start_trace")
+            if any(started):
+                raise RuntimeError(f"start_trace: {started}")
+            seconds = self.load.run(llm).seconds
+            traces = llm.collective_rpc("stop_trace", args=(epoch,))
+            if errors := [trace for trace in traces if isinstance(trace, str)]:
+                raise RuntimeError(f"stop_trace: {errors}")
+            row = vllm_timeline.timeline([*map(vllm_timeline.parsed, traces)], self.tokens, LAYERS)
+            return {"traced_seconds": round(seconds, 4), **row}
+        except Exception as error:
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
 
 @dataclass
 class Served:
@@ -125,6 +156,45 @@ class WorkerExtension:
         workspace = flashinfer_all_reduce._fi_ar_workspace
         backend = None if workspace is None else workspace.backend
         return {"backend": backend, "matches": replaced_matches("AllReduceFusionPass")}
+
+    def start_trace(self: Any) -> str | None:
+        """Start torch.profiler on the GPU and the CUDA calls, but not on the host's operations, which would last longer.
+        Each `execute_model` until `stop_trace` adds a step in (begin ns, end ns, tokens). Returns the error if one is
+        raised: after an exception on one rank vLLM would read the answers of later ranks as those of the next call."""
+        import torch
+
+        execute, self.traced_steps = self.execute_model, []
+
+        def timed(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+            begin = time.time_ns()
+            result = execute(scheduled, *args, **kwargs)
+            self.traced_steps.append((begin, time.time_ns(), scheduled.total_num_scheduled_tokens))
+            return result
+
+        # CUPTI must stay initialized between traces, because the engine replays CUDA graphs.
+        os.environ |= {"TEARDOWN_CUPTI": "0", "DISABLE_CUPTI_LAZY_REINIT": "1"}
+        try:
+            self.tracer = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.tracer.start()
+        except Exception:
+            return traceback.format_exc()
+        self.execute_model = timed
+        return None
+
+    def stop_trace(self: Any, epoch: int) -> dict[str, list[Any]] | str:
+        """Return the fields of a `vllm_timeline.Trace`, with times from `epoch` in ns, or the error."""
+        import torch
+
+        del self.execute_model
+        try:
+            torch.cuda.synchronize()
+            self.tracer.stop()
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "trace.json"
+                self.tracer.export_chrome_trace(str(path))
+                return vllm_timeline.trace_of(json.loads(path.read_text()), self.traced_steps, epoch)
+        except Exception:
+            return traceback.format_exc()
 
 
 def replaced_matches(pass_name: str) -> int:
@@ -255,7 +325,7 @@ def main(setup: Setup, pipe: Connection, log: Path) -> None:
         gc.collect()
         gc.freeze()  # vLLM does so in its server and its workers: a collection of all objects would delay requests
         while (load := pipe.recv()) is not None:
-            pipe.send(serve(llm.llm_engine, load, *requests(load)))
+            pipe.send(load.run(llm))
         if setup.method == "weft":
             facts(llm, setup)
     except Exception:

@@ -17,6 +17,10 @@ stock around it; `ratio`, the median of stock's mean over the method's; `ratio_r
 `first`, the seconds of the method's first turn of this mix; [median, 99th percentile] in milliseconds of the time from a request's arrival
 to its first token and between tokens; "fused all-reduce": whether the engine was asked for it, its workers' backend, and the matches in
 the compiled model that it replaced. The program writes rows mix by mix, and the engines' logs to the same folder.
+
+The mix "timeline" is to be the last: torch.profiler traces steps of TRACED's tokens. DIR/vllm_timeline.jsonl has a row for each engine and step,
+with `ratio_step` and `ratio_layer`, stock's time over the method's by class of kernels; DIR/vllm_timeline.txt lists the kernels of a layer. Traced
+steps are slower: `untraced_seconds` and `traced_seconds` are those of the whole load.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.resume import keep, unfinished
-from bench.measure import vllm_engine
-from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup
+from bench.measure import vllm_engine, vllm_timeline
+from bench.measure.vllm_engine import LAYERS, METHODS, MODELS, Load, Served, Setup, TracedLoad
 
 STOCK = "stock"
 REPEATS, REPEAT_SECONDS = 7, 3.0
@@ -83,6 +87,16 @@ MIXES = {
     "decode": Mix(8, Tokens(128), Tokens(128)),
 }  # fmt: skip
 
+TIMELINE, TRACE_TIMEOUT = "timeline", 60.0
+# The load that has steps of this number of tokens: prompts of 2,048 as in the mix, single prompts, or answers.
+TRACED = {
+    8192: Load([(2048, 1)] * 20, 20),
+    4096: Load([(4096, 1)] * 5, 1),
+    2048: Load([(2048, 1)] * 5, 1),
+    1024: Load([(1024, 1)] * 5, 1),
+    64: Load([(16, 24)] * 64, 64),
+}  # fmt: skip
+
 
 class Failed(RuntimeError):
     """Raised if an engine did not start, or did not answer."""
@@ -118,6 +132,11 @@ class Engine:
         self.pipe.send(load)
         served: Served = self.answer(TURN_TIMEOUT)
         return served
+
+    def timeline(self, load: Load, tokens: int) -> dict[str, Any]:
+        self.pipe.send(TracedLoad(load, tokens))
+        row: dict[str, Any] = self.answer(TRACE_TIMEOUT)
+        return row
 
     def stop(self) -> None:
         """End the engine and all of its processes."""
@@ -225,6 +244,45 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
         keep(None, args.out / "vllm_serving.jsonl", [row])
 
 
+def measure_timeline(engines: dict[str, Any], args: argparse.Namespace) -> None:
+    """Append a row for each method and traced number of tokens, with the ratios to stock. All untraced turns come before
+    the first trace, which leaves CUPTI in the workers."""
+    setup = engines[STOCK].setup
+    loads = {tokens: load for tokens, load in TRACED.items() if tokens <= setup.tokens_a_step}
+    cases = [(method, tokens) for tokens in loads for method in sorted(engines, key=lambda method: method != STOCK)]
+    for method, tokens in cases:
+        engines[method].serve(loads[tokens])  # vLLM may compile during it
+    untraced = {(method, tokens): engines[method].serve(loads[tokens]).seconds for method, tokens in cases}
+    for engine in engines.values():
+        engine.timeline(loads[64], 64)  # CUPTI loads its code during the first trace
+    stock: dict[str, Any] = {}
+    for method, tokens in cases:
+        row = dict(
+            op="vllm timeline", model=setup.model, layers=LAYERS, ranks=len(setup.gpus), tokens=tokens, method=method,
+            untraced_seconds=round(untraced[method, tokens], 4), **engines[method].timeline(loads[tokens], tokens),
+            vllm=engines[method].facts["vllm"], gpu=engines[method].facts["gpu"], commit=os.environ.get("WEFT_COMMIT"), date=time.strftime("%Y-%m-%d"),
+        )  # fmt: skip
+        stock = row if method == STOCK else stock
+        show_timeline(row, stock, args.out)
+
+
+def show_timeline(row: dict[str, Any], stock: dict[str, Any], out: Path) -> None:
+    """Add the ratios to a method's row, print its summary, and append it to both files."""
+    heading = f"{row['model']} {row['tokens']} tokens, {row['method']}"
+    if "error" in row:
+        print(f"{heading}: {row['error']}", flush=True)
+    else:
+        if row is not stock and "error" not in stock:
+            row |= {f"ratio_{part}": vllm_timeline.ratios(stock[part], row[part]) for part in ("step", "layer")}
+        ratios = "".join(
+            f"\nstock / {row['method']} by {key}: {row[key]}" for key in ("ratio_step", "ratio_layer") if key in row
+        )
+        print(f"{heading}: {vllm_timeline.summary(row)}{ratios}", flush=True)
+        with (out / "vllm_timeline.txt").open("a") as file:
+            file.write(f"{heading}: {vllm_timeline.text(row)}{ratios}\n\n")
+    keep(None, out / "vllm_timeline.jsonl", [row])
+
+
 def measure(model: str, args: argparse.Namespace, end: float) -> bool:
     """Start the engines of a model and measure the mixes until the time is over. Return True if no engine failed."""
     share = round(MEMORY / len(args.methods), 3)
@@ -239,7 +297,10 @@ def measure(model: str, args: argparse.Namespace, end: float) -> bool:
         print(f"{model}: {len(engines)} engines started in {time.monotonic() - began:.0f} s", flush=True)
         cases = {f"{model} x{len(args.gpus)} {name}": name for name in args.mixes}
         for name in unfinished(None, args.out, cases, args.seconds - 10 * REPEAT_SECONDS):
-            measure_mix(engines, name, args, end)
+            if name == TIMELINE:
+                measure_timeline(engines, args)
+            else:
+                measure_mix(engines, name, args, end)
         return True
     except Failed as error:
         print(f"{model}: {error}", flush=True)
@@ -256,7 +317,7 @@ def main() -> None:
 
     from bench.common.program import options
 
-    choices = dict(models=MODELS, methods=METHODS, mixes=MIXES)
+    choices = dict(models=MODELS, methods=METHODS, mixes=[*MIXES, TIMELINE])
     words = dict(models=["Llama-70B"], methods=[STOCK, "weft"], mixes=list(MIXES))
     args = options(
         choices=choices, seconds=560, gpus=[], **words, rate=0.0, tokens_a_step=8192, cache=8.0, repeats=REPEATS
