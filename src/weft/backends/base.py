@@ -36,7 +36,7 @@ from ..symmetric import Stream as Stream
 from ..symmetric import SymmetricTensor as SymmetricTensor
 from ..symmetric import outlives_call
 from ..timing import Clock
-from .library_gemm import multiply
+from .library_gemm import linear
 from .nodes import why_no_levels
 
 R = TypeVar("R")
@@ -85,9 +85,10 @@ class StreamWork:
         self.recorded: dict[Hashable, Event] = {}  # by key
         self.marks: list[Event] = []  # of the last call
 
-    def record(self, key: Hashable, stream: Stream) -> None:
-        """Record an event on another stream. The work of the next call waits for it (`wait`)."""
-        self.recorded[key] = self.backend.record(stream)
+    def record(self, key: Hashable, stream: Stream) -> Event:
+        """Record an event on another stream, and return it. The work of the next call waits for it (`wait`)."""
+        event = self.recorded[key] = self.backend.record(stream)
+        return event
 
     def wait(self, key: Hashable) -> None:
         """Make `stream` wait for an event that `record` has recorded for this call. Only `work` may call this."""
@@ -400,13 +401,9 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x @ weight.T + bias, in `out` or a new tensor. `multiply` computes the GEMM; cuBLAS computes it if
-        there is a bias."""
+        """Return x @ weight.T + bias, in `out` or a new tensor, computed by `library_gemm.linear`."""
         y = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
-        if bias is None:
-            self.call(lambda: multiply(x, weight, y), [x, weight], [y], stream)
-        else:
-            self.call(lambda: torch.addmm(bias, x, weight.t(), out=y), [x, weight, bias], [y], stream)
+        self.call(lambda: linear(x, weight, bias, y), [x, weight] if bias is None else [x, weight, bias], [y], stream)
         return y
 
     # -- collectives (NCCL on GPUs) ----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ from . import nodes, shared_gpu
 from .barrier import wait_word
 from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, StreamWork, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
+from .library_gemm import linear
 from .messages import Messages
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
@@ -353,13 +354,14 @@ class GpuBackend(Backend):
         stream: torch.cuda.Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if (
-            out is None
-            and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
-            and not torch.is_autocast_enabled("cuda")  # autocast would change the dtype that F.linear returns
-        ):
-            return torch.nn.functional.linear(x, weight, bias)
-        return super().linear(x, weight, bias, stream, out)
+        current = stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
+        if out is None:
+            if current and not torch.is_autocast_enabled("cuda"):  # which would change the dtype of F.linear's result
+                return torch.nn.functional.linear(x, weight, bias)
+            out = self.empty((x.shape[0], weight.shape[0]), x.dtype)
+        with nullcontext() if current else _On(self, stream):
+            linear(x, weight, bias, out)
+        return out
 
 
 @functools.cache
@@ -474,8 +476,10 @@ class _GraphWork(StreamWork):
         event.record(self.stream)
         return _Recorded(event, [])
 
-    def record(self, key: Hashable, stream: torch.cuda.Stream) -> None:
-        self.recorded[key].event.record(stream)
+    def record(self, key: Hashable, stream: torch.cuda.Stream) -> _Recorded:
+        recorded: _Recorded = self.recorded[key]
+        recorded.event.record(stream)
+        return recorded
 
     def mark(self) -> None:
         self.marks.append(self._external())

@@ -282,9 +282,9 @@ def reduce_rows(
         world.order(holder, stream)
         lanes, pushes = itertools.cycle((stream, second_stream)), [sequence() for sequence in sequences]
         results = out.split(count) if splits > 1 else [out]
-        pushes[0].record("begin", stream)
+        begin_event = pushes[0].record("begin", stream)
         if splits * len(groups) > 1:  # with one part nothing joins the second stream again
-            world.wait_event(second_stream, world.record(stream))
+            world.wait_event(second_stream, begin_event)
 
         def send(push: StreamWork, i: int, lane: Stream, computed: torch.Tensor) -> None:
             push.record(i, lane)
