@@ -8,6 +8,7 @@
 #   gpu/vllm.sh serve WORDS       on it: run bench.measure.vllm_serving WORDS
 #   gpu/vllm.sh run 1             on it: run one rank, on which the plugin has nothing to serve
 #   gpu/vllm.sh run N             on it: compare the answers of N ranks that share the GPU, without and with the plugin
+#   gpu/vllm.sh invariant N       on it: compare the bits of answers in vLLM's batch-invariant mode on N GPUs, without and with the plugin
 # flashinfer compiles its all-reduce with nvcc, which the machine must have. FlashAttention 2's library is not packed, because
 # FlashAttention 3 serves Hopper.
 set -eu
@@ -123,6 +124,24 @@ run() {
       python3 -m tests.gpu.gpu_vllm --ranks $1 --kind $kind ${FORMS:+--forms $FORMS} --out '$out/vllm$1-$kind.json' --rows '$out/vllm.jsonl'" > "$log" 2>&1 || failed=1
     grep -E "^ended|'same'|Error|weft" "$log" | tail -20
   done; done
+  return $failed
+}
+
+invariant() { # weft's engine starts last, because it times passes
+  mkdir -p "$out"
+  local failed=0 stock
+  same_bits "$1" stock & stock=$!
+  same_bits "$1" vllm || failed=1
+  wait "$stock" || failed=1
+  same_bits "$1" weft || failed=1
+  return $failed
+}
+
+same_bits() { # N MODE, as tests.gpu.gpu_vllm_invariant has it
+  local log=$out/vllm_invariant-$1-$2.log port=${PORT:-29591} failed=0
+  [ "$2" = stock ] && port=$((port + 1))
+  timeout 270 torchrun --master-port "$port" --nproc-per-node "$1" -m tests.gpu.gpu_vllm_invariant "$2" --out "$out" ${FUSE:+--fuse} > "$log" 2>&1 || failed=1
+  grep '^invariant' "$log" || tail -20 "$log"
   return $failed
 }
 

@@ -284,7 +284,9 @@ def explain_plan(
     n: Annotated[int, typer.Argument(help="Columns of the GEMM on one rank.")],
     k: Annotated[int, typer.Argument(help="K of the GEMM on one rank.")],
     profile: ProfileName = None,
-    eager: Annotated[bool, typer.Option("--eager", help="Plan for calls outside CUDA graphs.")] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Plan for calls outside CUDA graphs, with the profile's host time.")
+    ] = False,
 ) -> None:
     """Print the plan that "auto" runs for a size, the reason, and the predicted times of the other plans."""
     from .planner.auto import explain

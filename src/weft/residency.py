@@ -18,6 +18,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+SUM_ERROR = 1e-9  # more than the rounding error of a sum of shares of SMs
 MOST = 1024  # the largest number of examined combinations of launches; beyond it, calls run one after another
 
 
@@ -60,7 +61,8 @@ class SMs(NamedTuple):
                 for taken, needed, room in zip(programs.taken, launch.taken, self.room, strict=True)
             )
 
-        return sum(programs.number * share(programs) for programs in launches) - share(launch) < self.number
+        occupied = sum(programs.number * share(programs) for programs in launches) - share(launch)
+        return occupied < self.number - SUM_ERROR
 
 
 class Ledger:

@@ -889,7 +889,7 @@ EQUIVALENT = [
     ),
     Equivalent(
         (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "make tl.atomic_add(...) relaxed instead of release",
-        'tl.atomic_add(ready, 1, sem="release", scope="sys")',
+        'tl.atomic_add(ch.counters + ready, 1, sem="release", scope="sys")',
         "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
         "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
     ),

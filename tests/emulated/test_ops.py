@@ -85,6 +85,27 @@ def test_fewer_rows_than_ranks(op: str, kind: str, m: int) -> None:
         compare(op, balanced_rows(m, ranks), 16, 40, kind, calls=3)
 
 
+def test_rows_that_arrive_last_are_computed_last() -> None:
+    """Rank 0 makes no second call, and its rows would be the last to arrive on rank 1. So rank 1 computes all tiles
+    without rows of rank 0, although its own first tile contains such rows too."""
+    out, expected = torch.zeros(60, 48).bfloat16(), torch.zeros(60, 48).bfloat16()
+    plan = replace(SMALL_GATHER, tile=replace(SMALL_TILE, group_m=1))
+
+    def main(world: weft.World) -> None:
+        x, w = draw(world.rank, 20, 64), draw(9, 48, 64)
+        y = weft.all_gather_matmul(x, w, world=world, plan=plan)
+        world.synchronize()
+        if world.rank == 1:
+            expected.copy_(y)
+        if world.rank > 0:
+            weft.all_gather_matmul(x, w, world=world, plan=plan, out=out if world.rank == 1 else None)
+            world.synchronize()
+
+    with pytest.raises(weft.Deadlock):
+        emulate(main, 3)
+    assert plan.tile.block_m == 16 and torch.equal(out[32:], expected[32:]) and not out[:32].any()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [(0, 20, 3), (5, 0, 0), (33, 1, 16), (0, 0, 1)])
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])

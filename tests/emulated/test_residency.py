@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import weft
 from weft import moe
+from weft.backends import cuda
 from weft.backends.launcher import NotingLauncher
 from weft.nn import weave
 from weft.plans import TwoShotPull
@@ -136,6 +137,20 @@ def test_launches_are_noted_as_they_were_compiled(monkeypatch: Any) -> None:
             launcher.launch(None, 132, {}, options, "stream")  # type: ignore[arg-type]
     launcher.launch(None, 1, {}, {}, "stream")  # type: ignore[arg-type]
     assert notes.launches == (frozenset({ResidentPrograms(132, (168 * 256, 5120, 256))}),)
+
+
+def test_a_ledger_counts_the_collectives_of_each_group_once(monkeypatch: Any) -> None:
+    """A ledger may outlive a World, and Python reuses the World's `id`."""
+    monkeypatch.setattr(cuda, "room_of", lambda device: (1,))
+    noting = Noting()
+    with noting.noting() as notes:
+        for group in "aabb":
+            backend = cuda.CudaBackend.__new__(cuda.CudaBackend)
+            vars(backend).update(device=None, group=SimpleNamespace(group_name=group))
+            vars(backend).update(_noting=noting, _collective=lambda *_: None)
+            backend._noted_collective(None, lambda: None)  # type: ignore[arg-type]
+            del backend
+    assert {programs.communicator for programs in notes.by_stream["collectives"]} == {"a", "b"}
 
 
 # -- calls that run as without it --------------------------------------------------------------------------------------
@@ -264,6 +279,7 @@ programs = st.builds(ResidentPrograms, st.integers(1, 3), st.tuples(st.integers(
 
 
 @given(st.integers(1, 3), st.lists(programs, min_size=1, max_size=3))
+@example(1, [ResidentPrograms(number, (1, 1)) for number in (1, 3, 3)])  # 1/6 + 3/6 + 3/6 - 1/6 < 1 by rounding
 @settings(deadline=None, max_examples=150)
 def test_launches_that_fit_are_never_stuck(number: int, launches: list[ResidentPrograms]) -> None:
     sms = SMs(number, (6, 6))

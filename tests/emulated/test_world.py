@@ -1004,19 +1004,39 @@ def test_a_side_stream_leaves_the_current_gpu_of_its_thread(monkeypatch: pytest.
         assert current == [thread]
 
 
-def test_side_streams_of_a_world_are_different_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch returns its 32 streams of a priority in turn, also to other Worlds and to the caller. On one stream, the
-    programs of a fused GEMM + reduce-scatter that pull would wait for the GEMM after them."""
-    numbers = itertools.count()
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: (priority, next(numbers) % 32))
-    backend: Any = SimpleNamespace(device=None, _streams={}, current_stream=lambda: (-1, 5))
-    streams = []
-    for name in map(str, range(31)):
-        streams.append(GpuBackend.side_stream(backend, name))
-        for _ in range(31):  # another World's streams
-            torch.cuda.Stream(None, -1)
-    assert len({(-1, 5), *streams}) == 32 and GpuBackend.side_stream(backend, "7") == streams[7]
-    assert GpuBackend.side_stream(backend, "one too many") in [(-1, 5), *streams]
+def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch returns its 32 streams of a priority in turn. On one of them, the programs of a fused GEMM + reduce-scatter
+    that pull would wait for the GEMM after them, if the call were on the same one. A dropped World's streams return to
+    later Worlds."""
+    created: list[tuple[int, int]] = []
+
+    def create(stream: Any, flags: int, priority: int) -> int:
+        created.append((flags, priority))
+        stream._obj.value = len(created)
+        return 0
+
+    driver = SimpleNamespace(cuStreamCreateWithPriority=create)
+    for module, name, value in [
+        (cuda, "driver", lambda: driver), (cuda, "_unused_streams", functools.cache(lambda device, priority: [])),
+        (torch.cuda, "Stream", lambda *_, **__: pytest.fail("a stream of torch")),
+        (torch.cuda, "ExternalStream", lambda handle, device: handle),
+        (torch.cuda, "device", lambda device: nullcontext()), (torch.cuda, "is_current_stream_capturing", bool),
+    ]:  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+
+    def world() -> CudaBackend:
+        backend = CudaBackend.__new__(CudaBackend)
+        vars(backend).update(device=None, _streams={})
+        return backend
+
+    world_a, world_b = world(), world()
+    streams = [backend.side_stream(name) for backend in (world_a, world_b) for name in ("pull", "copy", "pull")]
+    assert streams == [1, 2, 1, 3, 4, 3] and world_a.side_stream("gemm", urgent=False) == 5
+    assert created == [*[(cuda.NON_BLOCKING, -1)] * 4, (cuda.NON_BLOCKING, 0)]
+    del world_a
+    world_c = world()
+    assert {world_c.side_stream("pull"), world_c.side_stream("copy")} == {1, 2}
+    assert world_c.side_stream("comm") == 6 and world_c.side_stream("gemm", urgent=False) == 5
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,16 @@ their stream."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import triton.language as tl
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import weft
 import weft.lang as wl
@@ -47,6 +51,28 @@ def test_operators_drain_their_stream_unless_ahead(ahead: bool) -> None:
 
     # Rank 0 runs first and rank 1's shard has not arrived, so the kernel cannot have ended.
     assert weft.spmd(main, 2, backend="emulated", ahead=ahead)[0] is not ahead
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_no_torch_mode_outlives_a_rank(failing: bool) -> None:
+    """torch frees a mode that a thread leaves behind after the thread was joined, and a thread that then waits for the
+    interpreter's lock while the interpreter exits ends the process (`std::terminate`)."""
+    left: list[int] = []
+    of_thread = threading.local()
+
+    class AtThreadEnd:
+        def __del__(self) -> None:
+            left.append(len(_get_current_dispatch_mode_stack()) + len(_get_current_function_mode_stack()))
+
+    def main(world: World) -> None:
+        of_thread.value = AtThreadEnd()
+        assert _get_current_dispatch_mode_stack()
+        if failing:
+            raise KeyError("one rank")
+
+    with pytest.raises(KeyError) if failing else nullcontext():
+        ran(main, seed=0, size=1)
+    assert left == [0]
 
 
 READS: dict[str, Callable[[torch.Tensor], list[float]]] = {

@@ -75,8 +75,9 @@ def follow(world: weft.World, op: str, calls: int, most_rows: int, n: int, k: in
     row[: k // 4] *= 1e-3
     row[k // 2 : k // 2 + 2] = torch.tensor([3e4, -3e4])
     kinds, expected, wrong = REGISTRY[op].batch_invariant_plans, None, 0
+    fewest = world.size if shared or op == "matmul_reduce_scatter" else 1  # OneShot needs a row on each rank
     for i in range(calls):
-        m = rng.choice([world.size, rng.randrange(world.size, 64), rng.randrange(world.size, most_rows)])
+        m = rng.choice([fewest, rng.randrange(fewest, 64), rng.randrange(fewest, most_rows)])
         kind = rng.choice(kinds)
         if issubclass(kind, EVEN):
             m = -(-m // world.size) * world.size

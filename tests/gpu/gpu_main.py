@@ -227,7 +227,7 @@ def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
 
 
 def streams(world: weft.World) -> float:
-    """Make calls on three streams of one rank, which share a workspace."""
+    """Make calls on all urgent streams that torch has, none of which is a side stream. The calls share a workspace."""
     x, w = operands(world, SCATTER, 1024, 512, 256)
     x2, w2 = operands(world, GATHER, 1024, 512, 256)
     expected = (
@@ -235,10 +235,10 @@ def streams(world: weft.World) -> float:
         weft.all_gather_matmul(x2, w2, world=world, plan="fused"),
     )
     world.synchronize()
-    others = [torch.cuda.Stream() for _ in range(3)]
+    others = [torch.cuda.Stream(priority=-1) for _ in range(32)]
     results = []
-    for i in range(30):
-        with torch.cuda.stream(others[i % 3]):
+    for i in range(64):
+        with torch.cuda.stream(others[i % 32]):
             results.append((0, weft.matmul_reduce_scatter(x, w, world=world, plan="fused")))
             results.append((1, weft.all_gather_matmul(x2, w2, world=world, plan="fused")))
     world.synchronize()

@@ -301,6 +301,20 @@ def test_batch_invariance_refuses_passes_with_other_arguments(modules: Any, monk
     assert "all: VLLM_BATCH_INVARIANT with passes that may have intermediate_tensors" in text, text
 
 
+def test_batch_invariance_refuses_norms_by_two_kernels(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashInfer's kernel would compute the first norm of passes up to a number of tokens."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    monkeypatch.setattr(plugin.flashinfer, "installed", lambda: "1.0")
+    plugin.register()
+
+    def main(world: weft.World) -> str:
+        passes = SimpleNamespace(fuse_allreduce_rms=True)
+        loaded(MODELS["dense"], compilation_config=SimpleNamespace(pass_config=passes))
+        return plugin.models[-1].text()
+
+    assert "all: VLLM_BATCH_INVARIANT with fuse_allreduce_rms" in standin.run(main)[0]
+
+
 def test_one_rank_that_fails_leaves_the_model_on_all(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.register()
     real_flow_of = plugin.flow_of

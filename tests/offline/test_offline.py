@@ -169,6 +169,7 @@ for op in OPS:
         CASES[f"{op} x8 plan {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
         CASES[f"{op} x8 plan {i} odd sizes"] = call(op, plan, 33, 1032, 520, bias=True), 8
         CASES[f"{op} x8 plan {i} one row"] = call(op, plan, 1), 8
+CASES[f"{AG} x4 part tiles"] = call(AG, F, 160), 4
 CASES[f"{AG} x8 uneven bias"] = call(AG, F, uneven=True, bias=True, k=520), 8
 CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
@@ -585,6 +586,13 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
 
 
+def test_shards_of_part_tiles_keep_the_fast_loops() -> None:
+    """Shards of 1.25 tiles are pulled by TMA, and a tile waits for one counter in a flattened loop over tiles."""
+    (launch,) = launched(f"{AG} x4 part tiles")[0]
+    how, mapping = launch.args["how"], launch.args["ch"].mapping
+    assert how.pull.BULK.value and how.product.FLATTEN.value and mapping.single.value and mapping.table.value
+
+
 @pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])
 def test_the_switch_receives_whole_vectors(name: str) -> None:
     """Sums are in fp32. A fence orders stores through a multicast address with ordinary addresses before their
@@ -704,9 +712,7 @@ def specialised(launch: Launch) -> tuple[Any, ...]:
 
 
 def integers(value: Any, path: str) -> list[tuple[str, int]]:
-    """Return every integer argument; those inside a tuple are always specialised."""
-    if isinstance(value, TensorDescriptor):
-        return [(f"{path}.shape", s) for s in value.shape]
+    """Return every integer argument; those inside a tuple are always specialised, and a descriptor's sizes never."""
     if isinstance(value, tuple):
         return [i for key, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True) for i in integers(part, f"{path}.{key}")]  # fmt: skip
     value = getattr(value, "value", value)

@@ -33,6 +33,10 @@ def test_the_first_code_of_a_page_runs_unchanged(page: str, function: str, capsy
     inspect.signature(names[function]).bind(None, *sizes.split(", "))
 
 
+def test_the_guide_says_how_many_graphs_a_world_keeps() -> None:
+    assert f"at most {weft.world.MOST_SEQUENCES:,} CUDA graphs" in (ROOT / "docs/guide.md").read_text()
+
+
 def test_the_tutorial_runs_and_prints_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     """The page's code runs in order, in one program."""
     names: dict[str, Any] = {"__name__": "layer"}

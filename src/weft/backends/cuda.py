@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from .. import architectures
-from ..errors import Mismatch, Timeout, Unsupported
+from ..errors import Mismatch, Timeout, Unsupported, WeftError
 from ..kernel_launch import Launch, Moved
 from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WORDS
 from ..lang.jit import Options
@@ -49,10 +49,10 @@ from .library_gemm import linear
 from .messages import Messages
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
-from .uploads import Uploads
+from .uploads import Uploads, driver
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
-POOL = 32  # torch has this many streams of each priority, and returns them in turn
+NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
 
@@ -61,6 +61,25 @@ OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllTo
 def _ledgers(device: torch.device) -> Ledgers:
     """Return the device's ledgers, which all Worlds of the process share."""
     return Ledgers(SMs(torch.cuda.get_device_properties(device).multi_processor_count, room_of(device)))
+
+
+@functools.cache
+def _unused_streams(device: torch.device, priority: int) -> list[torch.cuda.Stream]:
+    """Return the list of dropped Worlds' streams. Later Worlds use them, because torch's allocator may record events on
+    a stream at any later time, so a stream is never destroyed."""
+    return []
+
+
+def _new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """Return a new stream. torch's streams are 32 of each priority, which torch returns in turn to everybody. A kernel
+    may wait for later work on a side stream, so a side stream must not be the stream of the call."""
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.is_current_stream_capturing()  # a call of CUDA's runtime gives a new thread the device's context
+        status = driver().cuStreamCreateWithPriority(ctypes.byref(stream), NON_BLOCKING, priority)
+    if status:
+        raise WeftError(f"cuStreamCreateWithPriority failed with {status}: no side stream on {device}")
+    return torch.cuda.ExternalStream(stream.value, device)
 
 
 class Record:
@@ -194,13 +213,10 @@ class GpuBackend(Backend):
 
     def side_stream(self, name: str, urgent: bool = True) -> torch.cuda.Stream:
         if name not in self._streams:
-            # A kernel may wait for later work on a side stream, so the two must not be on one stream.
-            taken = self.current_stream(), *self._streams.values()
-            for _ in range(POOL):
-                stream = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
-                if stream not in taken:
-                    break
-            self._streams[name] = stream
+            priority = -1 if urgent else 0
+            unused = _unused_streams(self.device, priority)
+            stream = self._streams[name] = unused.pop() if unused else _new_stream(self.device, priority)
+            weakref.finalize(self, unused.append, stream).atexit = False
         return self._streams[name]
 
     def side_streams(self) -> Sequence[torch.cuda.Stream]:
@@ -293,7 +309,10 @@ class GpuBackend(Backend):
     def _noted_collective(
         self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
     ) -> None:
-        self._noting.add("collectives", ResidentPrograms(NCCL_CTAS, room_of(self.device), id(self)))
+        assert self.group is not None
+        # The ledger may outlive this World, so the group's name identifies NCCL's communicator: Python reuses an `id`.
+        programs = ResidentPrograms(NCCL_CTAS, room_of(self.device), self.group.group_name)
+        self._noting.add("collectives", programs)
         self._collective(stream, enqueue, *arguments)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:

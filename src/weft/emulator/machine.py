@@ -205,6 +205,8 @@ class Machine:
                 except BaseException as error:
                     error.add_note(f"raised by rank {rank} of {self.size} (emulated, seed {self.seed})")
                     raise
+                finally:  # torch would free a mode left here after `Thread.join`, perhaps while the interpreter exits
+                    self.torch_order[rank].set(False)
 
             return body
 

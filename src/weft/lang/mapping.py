@@ -147,14 +147,6 @@ def first_row(rank, M, W: tl.constexpr):
     return rank * (M // W) + tl.minimum(rank, M % W)
 
 
-def shard_offsets(shards: Sequence[int], channel_rows: int) -> tuple[list[int], list[int]]:
-    """Return the first row and the first channel of each shard, and the row and the channel after the last shard
-    (`shard_tables`)."""
-    rows = list(map(operator.index, shards))
-    channels = [triton.cdiv(n, channel_rows) for n in rows]
-    return [0, *itertools.accumulate(rows)], [0, *itertools.accumulate(channels)]
-
-
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
     """Return the tables of a `TableMapping` for shards of any length, one after another without padding.
 
@@ -163,7 +155,9 @@ def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) ->
     channel of each rank), each with world + 1 entries.
     """
     check_numbers(tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
-    offset, base = shard_offsets(shards, channel_rows)
+    rows = list(map(operator.index, shards))
+    offset = [0, *itertools.accumulate(rows)]
+    base = [0, *itertools.accumulate(triton.cdiv(n, channel_rows) for n in rows)]
 
     def rank_of(row: int) -> int:
         return bisect.bisect_right(offset, row) - 1

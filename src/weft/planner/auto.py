@@ -241,7 +241,8 @@ def explain(
         m, n, k: sizes of the GEMM on one rank; m counts the rows of all ranks (all-to-all: of the rank that sends
             most).
         world: the World, with its trials of earlier calls, or the number of GPUs. Default: the profile's number.
-        mode: "graph" (captured in a CUDA graph) or "eager".
+        mode: "graph" (captured in a CUDA graph) or "eager". The host's time of an eager call is scaled as "auto" scaled
+            it in this process; before the first call of "auto" it is the profile's.
         profile: a Profile, a file, or the name of a profile that ships with weft ("nvidia-h200-x4"). Default: this
         machine's.
         received: for an all-to-all, the number of rows of the rank that receives most, if it exceeds m.
@@ -348,7 +349,10 @@ _planners: dict[tuple[str, float | None], Planner] = {}
 
 def planner_of(profile: Profile, launch: float | None = None) -> Planner:
     """Return the Planner that all Worlds of a machine share: fitting a planner takes a second, and its decisions are
-    the same for all Worlds. launch: as for `Predictor`."""
+    the same for all Worlds. launch: as for `Predictor`; None: the time that the process's last World has measured, if
+    one has, so that `explain` predicts what "auto" predicts there."""
+    if launch is None:
+        launch = next((known_launch for digest, known_launch in reversed(_planners) if digest == profile.digest), None)
     key = profile.digest, launch
     if key not in _planners:
         _planners[key] = Planner(Predictor(profile, launch=launch))

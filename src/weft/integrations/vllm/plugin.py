@@ -317,6 +317,8 @@ def reason_to_skip(config: VllmObject) -> str | None:
         "sleep mode discards weft's memory too (enable_sleep_mode)": option(config, "model_config.enable_sleep_mode"),
         "only batches that decode are captured": captures == "FULL_DECODE_ONLY",
         f"VLLM_BATCH_INVARIANT is served with {WEFT_VLLM}=1": batch_invariant() and not asked_for(),
+        # vLLM computes the first norm: with FlashInfer's kernel up to a number of tokens, and with another one above.
+        "VLLM_BATCH_INVARIANT with fuse_allreduce_rms": batch_invariant() and flashinfer.asked_for(config),
     }
     return next((reason for reason, so in reasons.items() if so), None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -71,17 +71,15 @@ GatherPlan = TypeVar("GatherPlan", FusedGather, FusedGatherByCopies)
 
 class GatherTiles(FusedCost[GatherPlan]):
     """The model of plans in which a tile starts when its chunk has been pulled. The call ends with the slowest chunk
-    and the waves after it. `uneven` is the factor of the GEMM's time if shards are not whole tiles."""
-
-    uneven: ClassVar[float] = 1.0
+    and the waves after it. Times are those of rank 0, whose rows begin with a whole tile."""
 
     @abstractmethod
     def programs(self, p: Parts, plan: GatherPlan) -> int:
         """Return the number of programs that compute tiles."""
 
     @abstractmethod
-    def pulls(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling, own_tiles: int) -> PullTimes:
-        """Return the arrival of the shards. `own_tiles` is the number of rows of tiles with only this rank's rows."""
+    def pulls(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling) -> PullTimes:
+        """Return the arrival of the shards."""
 
     def us(self, p: Parts, call: GemmCall, plan: GatherPlan, fit: Pulling) -> float:
         m, n, k = call.m, call.n, call.k
@@ -90,18 +88,17 @@ class GatherTiles(FusedCost[GatherPlan]):
         if programs < 1:
             raise ValueError(f"{plan} leaves no program for the GEMM")
         # A row of tiles starts when its last chunk has arrived. At that time all tiles that follow the row's first tile
-        # in tile order still have to be computed. Tile order begins with this rank's rows if they are whole tiles.
+        # in tile order still have to be computed. Tile order begins with the tiles that contain only this rank's rows.
         row_tiles, columns = -(-m // bm), -(-n // plan.tile.block_n)
-        own_tiles = 0 if rows % bm or m % p.world else rows // bm
-        pulls = self.pulls(p, call, plan, fit, own_tiles)
-        chunks = -(-rows // pulls.rows)
+        own_tiles = rows // bm
+        pulls = self.pulls(p, call, plan, fit)
         tiles = row_tiles * columns
         occupancy = Occupancy(plan.tile, plan.per_sm)
-        gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow * (1.0 if own_tiles else self.uneven)
+        gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow
         i = np.arange(row_tiles)
         last = np.minimum((i + 1) * bm, m) - 1
         # The indices are in the order of the pulls, and negative for this rank's shard.
-        pulled = last // rows * chunks + last % rows // pulls.rows - chunks
+        pulled = (last - rows) // pulls.rows
         rounds = (pulled // pulls.together + 1) * pulls.together
         arrived = np.where(pulled < 0, pulls.staged, pulls.begin + rounds * pulls.us)
         j = np.where(i < own_tiles, i, i - own_tiles)
@@ -113,16 +110,7 @@ class GatherTiles(FusedCost[GatherPlan]):
 
 class PulledTiles(GatherTiles[FusedGather]):
     """The model of plans in which programs pull several chunks at once. A chunk is a row of tiles, or a whole shard if
-    the shard is shorter. If shards are not whole tiles, the loop over tiles is not flattened, and chunks are pulled by
-    ordinary loads: the eight calls that were timed, of 768 to 4,224 rows, took up to twice the time of whole tiles, and
-    longer than sequential calls (4 H200, 2026-11). The plan is therefore no candidate there, and `uneven` refuses it
-    where a plan of whole tiles is taken for a number of rows nearby."""
-
-    uneven = 1.25
-
-    def candidates(self, p: Parts, call: GemmCall, conditions: Conditions) -> Iterable[FusedGather]:
-        rows = call.m // p.world if conditions.even else 1
-        return [plan for plan in super().candidates(p, call, conditions) if rows % plan.tile.block_m == 0]
+    the shard is shorter."""
 
     def fitted_names(self, plan: FusedGather) -> tuple[str, ...]:
         return "fixed", "rate", "slow"
@@ -133,7 +121,7 @@ class PulledTiles(GatherTiles[FusedGather]):
     def programs(self, p: Parts, plan: FusedGather) -> int:
         return p.sms * plan.per_sm - plan.pull_programs
 
-    def pulls(self, p: Parts, call: GemmCall, plan: FusedGather, fit: Pulling, own_tiles: int) -> PullTimes:
+    def pulls(self, p: Parts, call: GemmCall, plan: FusedGather, fit: Pulling) -> PullTimes:
         rows = min(plan.tile.block_m, -(-call.m // p.world))
         return PullTimes(rows, max(plan.pull_programs // plan.split, 1), call.moved(rows) / (fit.rate * 1e3))
 
@@ -153,11 +141,12 @@ class CopiedTiles(GatherTiles[FusedGatherByCopies]):
     def programs(self, p: Parts, plan: FusedGatherByCopies) -> int:
         return p.sms * plan.per_sm - 1
 
-    def pulls(self, p: Parts, call: GemmCall, plan: FusedGatherByCopies, fit: Pulling, own_tiles: int) -> PullTimes:
+    def pulls(self, p: Parts, call: GemmCall, plan: FusedGatherByCopies, fit: Pulling) -> PullTimes:
         rows = -(-call.m // p.world)
         size = call.moved(rows)
         local = p.optional("local", size)
-        staged = local if own_tiles else 2 * local  # one more copy moves this rank's rows to their position
+        # If tiles span shards, one more copy moves this rank's rows to their position.
+        staged = 2 * local if rows % plan.tile.block_m else local
         return PullTimes(rows, 1, copy_us(p, p.chunking, size), staged, local + barrier_us(p, p.chunking))
 
 

@@ -12,15 +12,17 @@ flag_gated   quack's GEMM, with tiles that wait for the shards that a copy engin
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import triton.language as tl
 
 from ...backends import library_gemm
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...lang.mapping import StaticMapping, TableMapping, shard_offsets, shard_tables
+from ...lang.mapping import StaticMapping, TableMapping
 from ...plans import (
     Decomposed,
     FlagGated,
@@ -43,7 +45,7 @@ from ..common import tile_of, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of
 from .call import GATHER_GEMM, GatherCall, GatheredRows
-from .kernels import Gathering, Product, Pull, Shards, all_gather_gemm, copied_gemm
+from .kernels import Gathering, Product, Pull, all_gather_gemm, copied_gemm
 
 
 def with_activation(world: World, call: GatherCall, run: Run) -> Run:
@@ -151,36 +153,48 @@ def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
     )
 
 
-def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
-    """Return whether all shards have the same number of rows and are whole tiles."""
-    return len(set(shards)) == 1 and shards[0] % tile.block_m == 0
+def _chunks(shards: Sequence[int], bm: int) -> list[list[int]]:
+    """Return, for each tile of bm rows, the ranks of the shards with rows in the tile."""
+    ends = list(itertools.accumulate(shards))
+    starts = range(0, ends[-1], bm)
+    return [[r for r, end in enumerate(ends) if max(lo, end - shards[r]) < min(lo + bm, end)] for lo in starts]
 
 
-def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
-    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles. If the mapping
-    had the lengths as integers, Triton would compile a kernel for each set of lengths."""
-    t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
-    names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
-    return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
+def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) -> StaticMapping | TableMapping:
+    """Return the mapping in which every tile waits for one channel: the tile's own channel, which `parts` parts of each
+    of its chunks notify, or, with None, the channel of the rank whose rows of the tile arrive last. If shards are not
+    equal or not whole tiles, the mapping consists of tables. If it had the lengths as integers, Triton would compile a
+    kernel for each set of lengths."""
+    rows, size = sum(shards), world.size
+    if len(set(shards)) == 1 and shards[0] % bm == 0:
+        channel_rows, arrivals = (shards[0], 1) if parts is None else (bm, parts)
+        return StaticMapping.over(rows, size, tile_rows=bm, channel_rows=channel_rows, arrivals=arrivals)
+    chunks = _chunks(shards, bm)
+    last = [max(ranks, key=lambda rank: (rank - world.rank) % size) for ranks in chunks]
+    channels = last if parts is None else range(len(chunks))
+    arrivals_of = [1] * size if parts is None else [parts * len(ranks) for ranks in chunks]
+    rows_lo = range(0, rows, bm)
+    rows_hi = [min(lo + bm, rows) for lo in rows_lo]
+    tables = world.words(rows_lo, rows_hi, last, channels, [channel + 1 for channel in channels], arrivals_of)
+    return TableMapping(*tables, single=tl.constexpr(True))
 
 
-def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, Shards]:
-    """Return the channel and the tables of one shape. The first call is collective. The channel has a counter for each
-    chunk of block_m rows, then `ready`."""
+def _offsets(world: World, shards: tuple[int, ...]) -> torch.Tensor:
+    """Return the first row of each rank's shard, and the number of all rows."""
+    return world.tensor([0, *itertools.accumulate(shards)], torch.int32)
 
-    def make() -> tuple[BlockChannel, Shards]:
-        shards, bm = call.shards, plan.tile.block_m
-        offsets, channel_base = shard_offsets(shards, bm)
-        chunks = channel_base[-1]
-        mapping: StaticMapping | TableMapping
-        if _whole_tiles(shards, plan.tile):
-            mapping = StaticMapping.over(call.rows, world.size, tile_rows=bm, channel_rows=bm, arrivals=parts)
-        else:
-            mapping = _tables(world, shards, bm, bm, parts)
-        own_arrivals = -(-shards[world.rank] // bm) * parts + 1
+
+def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, torch.Tensor]:
+    """Return the channel and the offsets of one shape. The first call is collective. The channel has a counter for each
+    tile, then `ready`."""
+
+    def make() -> tuple[BlockChannel, torch.Tensor]:
+        shards, chunks = call.shards, _chunks(call.shards, plan.tile.block_m)
+        own_chunks = sum(world.rank in ranks for ranks in chunks)
+        arrivals = [*(parts * len(ranks) for ranks in chunks), parts * own_chunks + 1]
         name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
-        ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own_arrivals])
-        return ch, Shards(*world.words(offsets, channel_base))
+        ch = world.channel(name, len(arrivals), _mapping(world, shards, plan.tile.block_m, parts), arrivals)
+        return ch, _offsets(world, shards)
 
     return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
 
@@ -210,14 +224,14 @@ def _pulled_launch(
     world: World, call: GatherCall, plan: FusedGather, gated: int, arena: Arena, trans_b: bool
 ) -> Launch:
     tile, bm, bk = plan.tile, plan.tile.block_m, plan.tile.block_k
-    k, programs = call.k, world.sm_count * plan.per_sm
+    k, programs, own_rows = call.k, world.sm_count * plan.per_sm, call.shards[world.rank]
     dtype = call.operand_dtype
-    even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, dtype)
+    half = half_elements(arena.half, k, dtype)
     rows, cols = plan.pull_rows, tile.block_n // dtype.itemsize  # a pulled block has as many bytes for every dtype
     parts = -(-16 // plan.split) * plan.split  # the own shard's chunks are copied in this many parts
-    ch, shards = _pull_channel(world, call, plan, parts)
+    ch, offsets = _pull_channel(world, call, plan, parts)
     view, granules = flat(world, arena.memory)
-    whole_blocks = even and bm * k % (plan.split * rows * cols) == 0
+    whole_blocks = all(end * k % (plan.split * rows * cols) == 0 for end in (bm, *itertools.accumulate(call.shards)))
     bulk = whole_blocks and view is not None and half % cols == 0
     blocks = block_rows(tile, call.scaling), bk
     whole_arena = Matrix(half // k + call.rows, k, blocks)
@@ -227,14 +241,13 @@ def _pulled_launch(
         all_gather_gemm,
         programs,
         _options(plan),
-        # If a shard is not whole tiles, the kernel reads all its tiles from the arena.
-        x_desc=Matrix(call.shards[0], k, blocks) if even else arena_desc,
-        own_tiles=call.shards[0] // bm if even else 0,
+        # An empty tensor has no descriptor, and the kernel does not read it.
+        x_desc=Matrix(own_rows, k, blocks) if own_rows else arena_desc,
         arena=Halves.from_arena(arena, granules, half),
         arena_desc=arena_desc,
         flat_desc=view.descriptor(dtype, rows, cols) if bulk and view else arena_desc,
         ch=ch,
-        shards=shards,
+        offsets=offsets,
         **_gemm_arguments(world, call, tile, gated, trans_b),
         how=Gathering(
             constants(
@@ -254,7 +267,7 @@ def _pulled_launch(
                 gated,
                 trans_b,
                 GEMM_PROGRAMS=programs - plan.pull_programs,
-                FLATTEN=plan.flatten and even,
+                FLATTEN=plan.flatten,
             ),
         ),
     )
@@ -264,10 +277,9 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
     """Prepare one launch, in which some programs pull the peers' shards into the arena while all other programs
     compute."""
     row = call.k * call.operand_dtype.itemsize
-    stored = _scales_begin(call, plan) * row + 4 * call.rows * _scales_stride(call)
-    arena = world.arena(max(stored, _loaded_rows(call, plan) * row), row=row)
+    arena = world.arena(_tiled_rows(call, plan) * row + 4 * call.rows * _scales_stride(call), row=row)
     launches = made_once(_pulled_launch, world, call, plan, gated, arena)
-    reads_own_rows = _whole_tiles(call.shards, plan.tile)
+    reads_own_rows = call.shards[world.rank] > 0
     copy_of_half = _copy_of_half(world, call, plan, arena) if call.gathered else None
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> GatheredRows:
@@ -285,16 +297,10 @@ def _by_pull_programs(world: World, call: GatherCall, plan: FusedGather, gated: 
     return run
 
 
-def _loaded_rows(call: GatherCall, plan: FusedGather) -> int:
-    """Return the number of rows of an arena's half that tiles may load. If a shard is not whole tiles, its last tile
-    extends beyond the shard, and it must not reach the other half, which a later op's call may already write."""
-    return call.rows + (0 if _whole_tiles(call.shards, plan.tile) else plan.tile.block_m - 1)
-
-
-def _scales_begin(call: GatherCall, plan: FusedGather) -> int:
-    """Return the row of an arena's half at which the scales begin (`kernels.gathered_scales`)."""
-    bm = plan.tile.block_m
-    return -(-call.rows // bm) * bm if call.scales_in_row else call.rows
+def _tiled_rows(call: GatherCall, plan: FusedGather) -> int:
+    """Return the number of rows of whole tiles. Tiles load so many rows of an arena's half, which must not reach the
+    other half, because a later op's call may already write it. Scales follow these rows (`kernels.gathered_scales`)."""
+    return -(-call.rows // plan.tile.block_m) * plan.tile.block_m
 
 
 def _scales_stride(call: GatherCall) -> int:
@@ -308,7 +314,7 @@ def _copy_of_half(
     """Return a function that copies the half of the arena that call number `epoch` filled. The device selects the rows,
     since the host does not know the epoch of a call in a CUDA graph."""
     m, k, dtype, columns = call.rows, call.k, call.operand_dtype, call.scales_in_row
-    half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _scales_begin(call, plan)
+    half_rows, memory, begin = half_elements(arena.half, k, dtype) // k, arena.memory.local, _tiled_rows(call, plan)
     half_words = k * dtype.itemsize // 2  # 16-bit words, a dtype in which torch can select rows
     rows = torch.as_strided(memory.view(torch.int16), (half_rows + m, half_words), (half_words, 1))
     numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
@@ -336,7 +342,6 @@ def _copy_of_half(
 
 
 def _copied_launch(world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool) -> Launch:
-    rows, bm = call.shards[0], plan.tile.block_m
     blocks = block_rows(plan.tile, call.scaling), plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
@@ -345,9 +350,8 @@ def _copied_launch(world: World, call: GatherCall, plan: FusedGatherByCopies, ga
         copied_gemm,
         workers,
         _options(plan),
-        x_desc=Matrix(rows, call.k, blocks),
+        x_desc=Matrix(call.shards[0], call.k, blocks),
         gathered_desc=Matrix(call.rows, call.k, blocks),
-        own_tiles=rows // bm if rows % bm == 0 else 0,
         ch=ch,
         epoch=epoch,
         offsets=offsets,
@@ -363,12 +367,10 @@ def _copy_channel(
     The first call is collective."""
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
-        rows, size, bm = call.shards[0], world.size, plan.tile.block_m
-        whole = StaticMapping.over(call.rows, size, tile_rows=bm, channel_rows=rows, arrivals=1)
-        mapping = whole if rows % bm == 0 else _tables(world, call.shards, bm, rows, 1)
-        offsets = world.tensor([r * rows for r in range(size)], torch.int32)
-        ch = world.channel(f"{GATHER_GEMM} {list(call.shards)}x{call.n}x{call.k} {plan}", size, mapping, 1)
-        return ch, world.tensor([1], torch.int32), offsets
+        mapping = _mapping(world, call.shards, plan.tile.block_m, None)
+        name = f"{GATHER_GEMM} {list(call.shards)}x{call.n}x{call.k} {plan}"
+        ch = world.channel(name, world.size, mapping, [int(r != world.rank) for r in range(world.size)])
+        return ch, world.tensor([1], torch.int32), _offsets(world, call.shards)
 
     return world.cached(("copied", GATHER_GEMM, call.shards, call.n, call.k, plan), make)
 
