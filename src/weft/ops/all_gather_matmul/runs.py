@@ -176,7 +176,7 @@ def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) 
     rows_lo = range(0, rows, bm)
     rows_hi = [min(lo + bm, rows) for lo in rows_lo]
     tables = world.words(rows_lo, rows_hi, last, channels, [channel + 1 for channel in channels], arrivals_of)
-    return TableMapping(*tables, single=tl.constexpr(True))
+    return TableMapping(*tables)._replace(single=tl.constexpr(True))
 
 
 def _offsets(world: World, shards: tuple[int, ...]) -> torch.Tensor:
