@@ -31,6 +31,7 @@ from .backends.base import (
     Backend,
     CallRecord,
     Stream,
+    StreamWork,
     SymmetricTensor,
     timeout_seconds,
 )
@@ -797,14 +798,14 @@ class World:
         launch(stream or self.current_stream(), number=self.number)
         return count
 
-    def sequence(self, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that enqueues the operations of `work()` with less host time (`Backend.sequence`). The
+    def sequence(self, stream: Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
+        """Return a function that returns the work of a call, which needs less host time (`Backend.sequence`). The
         barriers of `work` contain `number`, which is still the previous call's while a trial makes calls. Therefore
         each number has a sequence of its own. A sequence occupies GPU memory, so beyond MOST_SEQUENCES the World drops
         everything prepared for calls."""
 
         @functools.cache
-        def sequence_of(number: int) -> Callable[[], object]:
+        def sequence_of(number: int) -> Callable[[], StreamWork]:
             if self._sequences >= MOST_SEQUENCES and not self.backend.capturing():  # a capture destroys no graphs
                 self.forget_prepared()
             self._sequences += 1

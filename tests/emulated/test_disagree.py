@@ -14,7 +14,7 @@ import triton.language as tl
 
 import weft
 from weft import Mismatch, World, moe
-from weft.backends.base import Stream
+from weft.backends.base import Stream, StreamWork
 from weft.backends.emulated import EmulatedBackend
 from weft.lang.channel import end_call
 from weft.ops.all_reduce.call import SumOperands
@@ -121,15 +121,17 @@ def test_replayed_copies_compare_the_numbers_of_their_calls(monkeypatch: pytest.
     monkeypatch.setattr(EmulatedBackend, "compares", False)
     enqueued, worlds = EmulatedBackend.sequence, {}
 
-    def sequence(self: EmulatedBackend, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
-        run, numbers, world = enqueued(self, stream, work), [], worlds[self.rank]
+    def sequence(
+        self: EmulatedBackend, stream: Stream, work: Callable[[StreamWork], object]
+    ) -> Callable[[], StreamWork]:
+        numbers, world = [], worlds[self.rank]
 
-        def replay() -> None:
+        def replay(stream_work: StreamWork) -> None:
             numbers.append(world.number)
             with mock.patch.object(world, "number", numbers[:2][-1]):
-                run()
+                work(stream_work)
 
-        return replay
+        return enqueued(self, stream, replay)
 
     monkeypatch.setattr(EmulatedBackend, "sequence", sequence)
     all_reduce = OPS["all_reduce"][0]

@@ -13,10 +13,12 @@ import torch
 
 import weft
 from tests.emulated.cases import draw
-from weft.backends.base import Stream
+from weft.backends.base import Stream, StreamWork
 from weft.backends.emulated import EmulatedBackend
 from weft.plans import Decomposed, FusedGatherByCopies, Plan, Signaled
 from weft.scale import SMALL_TILE
+
+Work = Callable[[StreamWork], object]
 
 M, N, K = 64, 32, 128
 OPS: Mapping[str, Callable[..., Any]] = {
@@ -26,6 +28,8 @@ OPS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 CASES: Mapping[str, tuple[str, Plan, int]] = {  # together with the number of sequences of a call
     "decomposed gather": ("gather", Decomposed(), 1),
+    "decomposed scatter": ("scatter", Decomposed(), 1),
+    "decomposed scatter in pieces": ("scatter", Decomposed(pieces=2), 2),
     "gather to flags": ("gather", FusedGatherByCopies(tile=SMALL_TILE), 1),
     "signaled scatter": ("scatter", Signaled(copies=True, ctas=1, tile=SMALL_TILE), 1),
     "decomposed norm": ("norm", Decomposed(), 2),
@@ -39,10 +43,10 @@ def test_a_sequence_is_the_same_in_every_call(case: str, monkeypatch: pytest.Mon
     running: dict[int, list[object]] = {}  # by rank
     plain = EmulatedBackend.sequence, EmulatedBackend.copy, EmulatedBackend.run_launch
 
-    def sequence(self: EmulatedBackend, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
-        def noted() -> None:
+    def sequence(self: EmulatedBackend, stream: Stream, work: Work) -> Callable[[], StreamWork]:
+        def noted(stream_work: StreamWork) -> None:
             running[self.rank] = []
-            work()
+            work(stream_work)
             runs.append((self.rank, work, running.pop(self.rank)))
 
         return plain[0](self, stream, noted)
@@ -84,10 +88,10 @@ def test_a_sequence_is_the_same_in_every_call(case: str, monkeypatch: pytest.Mon
 
 def test_a_world_keeps_a_limited_number_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence occupies memory of the GPU. Results remain correct when the prepared calls have been dropped."""
-    alive: weakref.WeakSet[Callable[[], object]] = weakref.WeakSet()
+    alive: weakref.WeakSet[Callable[[], StreamWork]] = weakref.WeakSet()
     plain, most = EmulatedBackend.sequence, 3
 
-    def sequence(self: EmulatedBackend, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
+    def sequence(self: EmulatedBackend, stream: Stream, work: Work) -> Callable[[], StreamWork]:
         run = plain(self, stream, work)
         alive.add(run)
         return run

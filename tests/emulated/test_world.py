@@ -37,7 +37,7 @@ from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case
 from tests.gates import some
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton, moe
 from weft.backends import cuda, processes, shared_gpu
-from weft.backends.base import timeout_seconds
+from weft.backends.base import StreamWork, timeout_seconds
 from weft.backends.cuda import CudaBackend, GpuBackend, _device_of, _why_unreachable
 from weft.backends.launcher import Launcher
 from weft.backends.shared_gpu import RankDevice
@@ -1113,10 +1113,10 @@ def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) ->
         ended."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend: Any = CudaBackend.__new__(CudaBackend)
-        backend._held, backend.sequence = cuda._held_by(backend), cuda._Sequence(backend, backend, lambda: None)
+        backend._held, backend.replay = cuda._held_by(backend), cuda._GraphWork(backend, backend, repr)
         held = [Held(), Held()]
         backend._held.append(held[0])
-        backend.sequence.graphs.append(held[1])
+        backend.replay.graphs.append(held[1])
         seen = [weakref.ref(one) for one in held]
         del backend, held
         gc.collect()
@@ -1124,6 +1124,28 @@ def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) ->
 
     assert left(capturing=True) == [True, True] and left(capturing=False) == [False, False]
     cuda._dropped_in_captures.clear()
+
+
+def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[tuple[int, ...]] = []
+
+    def driver_copy(*arguments: int) -> int:
+        copied.append(arguments)
+        return status
+
+    backend: Any = CudaBackend.__new__(CudaBackend)
+    backend.device, backend.uploads = torch.device("cpu"), SimpleNamespace(pending={})
+    monkeypatch.setattr(cuda, "_driver_copy", lambda: driver_copy)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    stream, source, status = SimpleNamespace(cuda_stream=7), torch.arange(6.0).view(2, 3), 0
+    target = torch.zeros(2, 3)
+    backend.copy(target, source, stream)
+    assert copied == [(target.data_ptr(), source.data_ptr(), 24, 7)] and not target.any()
+    backend.copy(target.t(), source.t(), stream)
+    assert len(copied) == 1 and torch.equal(target, source)
+    status = 201  # the thread has no context
+    backend.copy(target.zero_(), source, stream)
+    assert len(copied) == 2 and torch.equal(target, source)
 
 
 def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1137,15 +1159,76 @@ def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatc
             calls.append("end")
             raise RuntimeError("unjoined work")
 
-    def work() -> None:
+    def work(stream_work: StreamWork) -> None:
         raise KeyboardInterrupt
 
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    backend: Any = SimpleNamespace(uploads=SimpleNamespace(pending={}))
+    backend: Any = SimpleNamespace(uploads=SimpleNamespace(pending={}), on=lambda stream: nullcontext())
     with pytest.raises(KeyboardInterrupt):
-        cuda._Sequence(backend, None, work)._captured()  # type: ignore[arg-type]
+        cuda._GraphWork(backend, None, work).capture(())  # type: ignore[arg-type]
     assert calls == ["begin", "end"]
+
+
+def test_a_replayed_sequence_waits_for_events_and_records_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call enqueues the work, and the later calls replay its graph, in which the events of other streams are
+    external: internal events would add those streams to the capture."""
+    calls: list[object] = []
+
+    class Event:
+        def __init__(self, external: bool = False) -> None:
+            self.external = external
+
+        def record(self, stream: str) -> None:
+            calls.append(("record", self.external, stream))
+
+        def wait(self, stream: str) -> None:
+            calls.append(("wait", self.external, stream))
+
+    class Graph:
+        def capture_begin(self, **options: str) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+        def replay(self) -> None:
+            calls.append("replay")
+
+    def work(stream_work: StreamWork) -> None:
+        stream_work.wait("part")
+        calls.append("copy")
+        stream_work.mark()
+
+    def call() -> list[object]:
+        calls.clear()
+        work_of_call = sequence()
+        work_of_call.record("part", "gemm")
+        *marks, _ = work_of_call()
+        for mark in marks:
+            backend.wait_event("gemm", mark)
+        return list(calls)
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(cuda, "_On", lambda backend, stream: nullcontext())
+    backend: Any = CudaBackend.__new__(CudaBackend)
+    backend._events, backend.launcher, backend._plain_launcher = [], None, None
+    backend.uploads = SimpleNamespace(pending={})
+    sequence, capturing = backend.sequence("copies", work), False
+
+    def enqueued(external: bool) -> list[object]:
+        ends = [("record", external, "copies")]
+        return [("wait", external, "copies"), "copy", *ends, *ends]
+
+    one_by_one = [("record", False, "gemm"), *enqueued(False), ("wait", False, "gemm")]
+    replayed = [("record", True, "gemm"), "replay", ("wait", True, "gemm")]
+    assert call() == one_by_one
+    assert call() == [("record", True, "copies"), "begin", *enqueued(True), "end", *replayed]
+    assert call() == replayed
+    capturing = True
+    assert call() == one_by_one
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from ..symmetric import Stream as Stream
 from ..symmetric import SymmetricTensor as SymmetricTensor
 from ..symmetric import outlives_call
 from ..timing import Clock
-from .library_gemm import multiply
+from .library_gemm import linear
 from .nodes import why_no_levels
 
 R = TypeVar("R")
@@ -73,6 +73,38 @@ def sum_in_order(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors[1:]:
         total = total + tensor.float()
     return total.to(tensors[0].dtype)
+
+
+class StreamWork:
+    """Work that each call enqueues on one stream. `work` runs with this object as its argument and with `stream` as the
+    current stream. Its operations run on `stream`, or on streams that start after `stream` and for which `stream` waits
+    at the end."""
+
+    def __init__(self, backend: Backend, stream: Stream, work: Callable[[StreamWork], object]) -> None:
+        self.backend, self.stream, self.work = backend, stream, work
+        self.recorded: dict[Hashable, Event] = {}  # by key
+        self.marks: list[Event] = []  # of the last call
+
+    def record(self, key: Hashable, stream: Stream) -> Event:
+        """Record an event on another stream, and return it. The work of the next call waits for it (`wait`)."""
+        event = self.recorded[key] = self.backend.record(stream)
+        return event
+
+    def wait(self, key: Hashable) -> None:
+        """Make `stream` wait for an event that `record` has recorded for this call. Only `work` may call this."""
+        self.backend.wait_event(self.stream, self.recorded[key])
+
+    def mark(self) -> None:
+        """Record an event on `stream`, which the call returns. Only `work` may call this."""
+        self.marks.append(self.backend.record(self.stream))
+
+    def __call__(self) -> list[Event]:
+        """Enqueue the work, and return the events of its marks and of its end."""
+        self.marks = []
+        with self.backend.on(self.stream):  # to enter the stream for every operation would cost more host time
+            self.work(self)
+        self.mark()
+        return self.marks
 
 
 class Backend(ABC):
@@ -261,16 +293,10 @@ class Backend(ABC):
     def wait_event(self, stream: Stream, event: Event) -> None:
         """Make later operations of `stream` wait for the event."""
 
-    def sequence(self, stream: Stream, work: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that enqueues the operations of `work()` with less host time. These operations must be the
-        same in every call and use the same memory. They run on `stream`, or on streams that start after `stream` and
-        for which `stream` waits at the end. `stream` is the current stream while `work` runs."""
-
-        def run() -> None:
-            with self.on(stream):
-                work()
-
-        return run
+    def sequence(self, stream: Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
+        """Return a function that returns the work of a call, which needs less host time. Its operations must be the
+        same in every call and use the same memory."""
+        return lambda: StreamWork(self, stream, work)
 
     def start_after(self, stream: Stream, earlier: Stream) -> None:
         """Make later operations of `stream` start after all operations enqueued on `earlier` so far. The only purpose
@@ -375,13 +401,9 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return x @ weight.T + bias, in `out` or a new tensor. `multiply` computes the GEMM; cuBLAS computes it if
-        there is a bias."""
+        """Return x @ weight.T + bias, in `out` or a new tensor, computed by `library_gemm.linear`."""
         y = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
-        if bias is None:
-            self.call(lambda: multiply(x, weight, y), [x, weight], [y], stream)
-        else:
-            self.call(lambda: torch.addmm(bias, x, weight.t(), out=y), [x, weight, bias], [y], stream)
+        self.call(lambda: linear(x, weight, bias, y), [x, weight] if bias is None else [x, weight, bias], [y], stream)
         return y
 
     # -- collectives (NCCL on GPUs) ----------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ import os
 import pickle
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -43,8 +43,9 @@ from ..symmetric import outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
-from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, SymmetricTensor, timeout_seconds
+from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, StreamWork, SymmetricTensor, timeout_seconds
 from .launcher import Launcher, NotingLauncher, room_of
+from .library_gemm import linear
 from .messages import Messages
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
@@ -235,8 +236,19 @@ class GpuBackend(Backend):
     def wait_event(self, stream: torch.cuda.Stream, event: _Recorded) -> None:
         event.event.wait(stream)  # what stream.wait_event does, at the cost of one call less
 
-    def sequence(self, stream: torch.cuda.Stream, work: Callable[[], object]) -> Callable[[], object]:
-        return _Sequence(self, stream, work)
+    def sequence(self, stream: torch.cuda.Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
+        """Return the operations one by one to the first call, which loads their kernels, to calls in captures, which
+        then contain the operations themselves, and to calls whose launches are noted."""
+        one_by_one, graph = StreamWork(self, stream, work), _GraphWork(self, stream, work)
+
+        def work_of_call() -> StreamWork:
+            if not one_by_one.marks or self.noting or self.capturing():
+                return one_by_one
+            if not graph.graphs:
+                graph.capture(one_by_one.recorded)
+            return graph
+
+        return work_of_call
 
     @property
     def noting(self) -> bool:
@@ -308,7 +320,13 @@ class GpuBackend(Backend):
             self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        self.call(lambda: dst.copy_(src, non_blocking=True), [src], [dst], stream)
+        """Copy by CUDA's driver, which needs less host time than torch, and does not need the stream to be current. If
+        the driver refuses, as in a thread that has not used this GPU, torch copies or raises an error."""
+        contiguous = dst.is_contiguous() and src.is_contiguous()
+        if self.uploads.pending:
+            self.uploads.precede(stream)
+        if not contiguous or _driver_copy()(dst.data_ptr(), src.data_ptr(), dst.nbytes, stream.cuda_stream):
+            self.call(lambda: dst.copy_(src, non_blocking=True), [src], [dst], stream)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.copy(word, value, stream)
@@ -355,13 +373,23 @@ class GpuBackend(Backend):
         stream: torch.cuda.Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if (
-            out is None
-            and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
-            and not torch.is_autocast_enabled("cuda")  # autocast would change the dtype that F.linear returns
-        ):
-            return torch.nn.functional.linear(x, weight, bias)
-        return super().linear(x, weight, bias, stream, out)
+        current = stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
+        if out is None:
+            if current and not torch.is_autocast_enabled("cuda"):  # which would change the dtype of F.linear's result
+                return torch.nn.functional.linear(x, weight, bias)
+            out = self.empty((x.shape[0], weight.shape[0]), x.dtype)
+        with nullcontext() if current else _On(self, stream):
+            linear(x, weight, bias, out)
+        return out
+
+
+@functools.cache
+def _driver_copy() -> Callable[[int, int, int, int], int]:
+    """Return the driver's copy from one GPU address to another: a function of the destination, the source, the number
+    of bytes and the stream, which returns 0 unless it fails."""
+    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    return copy
 
 
 # The first byte of a post means: data of `exchange`, data of `post`, or no data, because the object is too long.
@@ -432,43 +460,53 @@ class _Recorded:
         self.unused.append(self.event)
 
 
-class _Sequence:
-    """Operations that eager calls launch as one CUDA graph. The host needs 8 to 9 us to replay four copies with three
-    events as a graph, and 52 to 83 us to launch them one by one (two hosts with an H100, 2026-11).
+class _GraphWork(StreamWork):
+    """Work that eager calls launch as one CUDA graph. The host needs 8 to 9 us to replay four copies with three events
+    as a graph, and 52 to 83 us to launch them one by one (two hosts with an H100, 2026-11).
 
-    The first call enqueues the operations one by one, which loads their kernels. Calls in captures, which then contain
-    the operations themselves, and calls whose launches are noted also enqueue the operations one by one. All replays
-    run on one stream, so they never overlap."""
+    All replays run on one stream, so they never overlap. External events link the graph with other streams: a replay
+    waits for what they recorded before it, and streams wait for what it records."""
 
-    def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[], object]) -> None:
-        self.backend, self.stream, self.work = backend, stream, work
-        self.loaded = False
+    backend: GpuBackend
+
+    def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[StreamWork], object]) -> None:
+        super().__init__(backend, stream, work)
         self.graphs: list[torch.cuda.CUDAGraph] = _held_by(self)  # the graph, once it is captured
 
-    def __call__(self) -> None:
-        backend = self.backend
-        with _On(backend, self.stream):
-            if not self.loaded or backend.noting or backend.capturing():
-                self.work()
-                self.loaded = True
-                return
-            if not self.graphs:
-                self.graphs.append(self._captured())
-            self.graphs[0].replay()
-
-    def _captured(self) -> torch.cuda.CUDAGraph:
+    def capture(self, keys: Iterable[Hashable]) -> None:
+        """Capture the work, which waits for events with these keys. Its kernels must be loaded."""
         if self.backend.uploads.pending:
             self.backend.uploads.precede(self.stream)  # a captured stream could not wait for uploads
+        self.recorded = {key: self._external() for key in keys}  # torch waits only for events that were recorded before
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
-        try:
-            self.work()
-        except BaseException:
-            with suppress(RuntimeError):  # the streams of `work` may not be joined
-                graph.capture_end()
-            raise
-        graph.capture_end()
-        return graph
+        with self.backend.on(self.stream):
+            graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
+            try:
+                super().__call__()
+            except BaseException:
+                with suppress(RuntimeError):  # the streams of `work` may not be joined
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        self.graphs.append(graph)
+
+    def _external(self) -> _Recorded:
+        event = torch.cuda.Event(external=True)
+        event.record(self.stream)
+        return _Recorded(event, [])
+
+    def record(self, key: Hashable, stream: torch.cuda.Stream) -> _Recorded:
+        recorded: _Recorded = self.recorded[key]
+        recorded.event.record(stream)
+        return recorded
+
+    def mark(self) -> None:
+        self.marks.append(self._external())
+
+    def __call__(self) -> list[_Recorded]:
+        with _On(self.backend, self.stream):
+            self.graphs[0].replay()
+        return self.marks
 
 
 _dropped_in_captures: list[Any] = []  # memory and graphs of Worlds that ended during a capture

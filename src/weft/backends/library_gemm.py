@@ -43,10 +43,12 @@ def quack() -> ModuleType:
     return quack
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Compute out [M, N] = x [M, K] @ weight [N, K].T on the current stream, using the fastest library for
-    this size."""
-    if not x.is_cuda or quack().lacks() is not None:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Compute out [M, N] = x [M, K] @ weight [N, K].T + bias on the current stream, using the fastest library for this
+    size, or cuBLAS if there is a bias."""
+    if bias is not None:
+        torch.addmm(bias, x, weight.t(), out=out)
+    elif not x.is_cuda or quack().lacks() is not None:
         cublas(x, weight, out)
     else:
         fastest(cublas, x, weight, out)(x, weight, out)

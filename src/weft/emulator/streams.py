@@ -643,6 +643,7 @@ _HOST_SIDE = (
     "weft/lang/host.py",
     "weft/emulator/torch_order.py",
     "weft/emulator/streams.py",
+    "weft/backends/base.py",
     "weft/backends/emulated.py",
     "weft/world.py",
 )

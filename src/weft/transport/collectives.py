@@ -130,12 +130,10 @@ def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
     return reduce_rows
 
 
-def gather_all(
-    tensors: TensorList, world: World, plan: Plan, shards: tuple[int, ...], stream: Stream
-) -> list[torch.Tensor]:
+def gather_all(tensors: TensorList, world: World, shards: tuple[int, ...], stream: Stream) -> list[torch.Tensor]:
     """Gather each tensor's rows from all ranks by NCCL. NCCL does not support 8-bit floats, so they are sent as bytes.
-    If the shards have equal lengths, the scales are sent as bytes in the same launch as the rows: a sequential call is
-    up to 4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
+    If the shards have equal lengths, all tensors are sent in the same launch, scales as bytes: a sequential call of
+    8-bit operands is up to 4% faster with one launch than with two (bench/measure/fp8_ranks.py)."""
     as_bytes = tensors[0].itemsize == 1
     sent = [t.view(torch.uint8) for t in tensors] if as_bytes else [*tensors]
     if world.size > 1 and len(sent) > 1 and min(shards) == max(shards):
@@ -146,7 +144,7 @@ def gather_all(
     return [gathered.view(t.dtype) for gathered, t in zip(full, tensors, strict=True)]
 
 
-gather_rows = gather_at_once(gather_all)
+gather_rows = gather_at_once(lambda tensors, world, plan, *arguments: gather_all(tensors, world, *arguments))
 reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_scatter(partial, world, *arguments))
 
 

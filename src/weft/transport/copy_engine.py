@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.base import Event, Stream, SymmetricTensor
+from ..backends.base import Event, Stream, StreamWork, SymmetricTensor
 from ..kernel_launch import Launch, prepared
 from ..plans import Decomposed
 from ..world import World
@@ -92,41 +92,39 @@ def gather_rows(
     spans = [slice(start * rows, (start + len(ranks)) * rows) for start, ranks in groups]
     others = [[p for p in ranks if p != world.rank] for _, ranks in groups]
 
-    def pull_group(full: TensorList, i: int) -> None:
-        if i == int(own_rows_first):  # the first group with rows of other ranks
-            world.barrier(copies)
-        for p in others[i]:
-            pulls.pull(full, p)
+    def pull_groups(full: TensorList, work: StreamWork) -> None:
+        world.barrier(copies)
+        for ranks in others[int(own_rows_first) :]:
+            for p in ranks:
+                pulls.pull(full, p)
+            work.mark()
+        world.barrier(copies)
 
-    def steps_to(full: TensorList) -> list[Callable[[], object]]:
-        return [functools.partial(pull_group, full, i) for i in range(len(groups))]
+    def parts_of(full: TensorList) -> list[list[torch.Tensor]]:
+        return [[t[span] for t in full] for span in spans]
 
-    sequences = [world.sequence(copies, step) for step in steps_to(shared)] if shared else None
+    sequence = world.sequence(copies, functools.partial(pull_groups, shared)) if shared else None
+    shared_parts = parts_of(shared) if shared else None
 
     @contextmanager
     def gather(tensors: TensorList) -> Iterator[GatheredTensors]:
         stream, full = world.current_stream(), shared or pulls.new()
         pulls.stage(tensors, full, stream)
-        arrival_events: list[Event] = []
-        with world.on(copies):  # to enter the stream for every copy would cost more host time
-            for i, step in enumerate(sequences or steps_to(full)):
-                if others[i]:
-                    step()
-                arrival_events.append(world.record(copies) if others[i] else None)
-            world.barrier(copies)
+        pull = sequence() if sequence else StreamWork(world.backend, copies, functools.partial(pull_groups, full))
+        *arrival_events, end = pull()
 
         def arrivals() -> Iterator[ArrivedRows]:
-            for i, span in enumerate(spans):
+            for i, (span, parts) in enumerate(zip(spans, shared_parts or parts_of(full), strict=True)):
                 lane = second_stream if i % 2 else stream
                 if own_rows_first and i == 0:
                     yield ArrivedRows(span, tensors, lane)
                 else:
-                    world.wait_event(lane, arrival_events[i])
-                    yield ArrivedRows(span, [t[span] for t in full], lane)
+                    world.wait_event(lane, arrival_events[i - int(own_rows_first)])
+                    yield ArrivedRows(span, parts, lane)
 
         yield GatheredTensors(full, arrivals())
         world.wait_event(stream, world.record(second_stream))
-        world.wait_event(stream, world.record(copies))
+        world.wait_event(stream, end)
 
     return gather
 
@@ -155,7 +153,7 @@ def gather_to_flags(
             world.wait_event(copies, world.record(signals))
         world.barrier(copies)
 
-    def pull_to_shared() -> None:
+    def pull_to_shared(work: StreamWork) -> None:
         assert shared is not None
         world.barrier(copies)
         pull_all(shared)
@@ -167,14 +165,15 @@ def gather_to_flags(
         stream, full = world.current_stream(), shared or pulls.new()
         pulls.stage(tensors, full, stream)
         if sequence:
-            sequence()
+            (end,) = sequence()()
             yield full
         else:
             world.barrier(copies)
             yield full
             with world.on(copies):
                 pull_all(full)
-        world.wait_event(stream, world.record(copies))
+            end = world.record(copies)
+        world.wait_event(stream, end)
 
     return gather
 
@@ -255,51 +254,51 @@ def reduce_rows(
     count, copies, sums = rows // splits, world.side_stream("copy"), world.side_stream("sum")
     second_stream, holder = world.side_stream("gemm", urgent=False), lock(world, COPIES)
     staging = workspace(world, "staging", (splits, size, count, n), dtype)
-    # For each split, the rows of each part, and the copies of the part: their rows in the part and their destinations.
-    steps = [
-        [
-            (
-                slice(start * rows + split * count, start * rows + split * count + count * len(ranks)),
-                [
-                    (slice((p - start) * count, (p - start + 1) * count), staging.peers[p][split, rank])
-                    for p in ranks
-                    if p != rank
-                ],
-            )
-            for start, ranks in groups
-        ]
-        for split in range(splits)
-    ]
-    own_rows = [slice(rank * rows + split * count, rank * rows + (split + 1) * count) for split in range(splits)]
-    staged = list(staging.local)
+    partial = workspace(world, "partial", (size * rows, n), dtype).local
+
+    def rows_of(p: int, split: int, ranks: int = 1) -> slice:
+        """Return the rows of `ranks` ranks, beginning with rank p, in a split."""
+        return slice(p * rows + split * count, p * rows + split * count + ranks * count)
+
+    def push_parts(split: int, work: StreamWork) -> None:
+        if split == 0:
+            work.wait("begin")
+            world.barrier(copies)
+        for i, (_, ranks) in enumerate(groups):
+            work.wait(i)
+            for p in ranks:
+                if p != rank:
+                    world.copy(staging.peers[p][split, rank], partial[rows_of(p, split)], copies)
+        world.barrier(copies)
+
+    sequences = [world.sequence(copies, functools.partial(push_parts, split)) for split in range(splits)]
+    spans = [[rows_of(start, split, len(ranks)) for start, ranks in groups] for split in range(splits)]
+    parts_of = [[(span, partial[span]) for span in spans_of_split] for spans_of_split in spans]
+    own_parts, staged = [partial[rows_of(rank, split)] for split in range(splits)], list(staging.local)
 
     @contextmanager
     def reduce(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
         stream = world.current_stream()
         world.order(holder, stream)
-        partial, lanes = world.empty((size * rows, n), dtype), itertools.cycle((stream, second_stream))
+        lanes, pushes = itertools.cycle((stream, second_stream)), [sequence() for sequence in sequences]
         results = out.split(count) if splits > 1 else [out]
-        begin_event = world.record(stream)
-        for side in (copies, second_stream)[: len(steps) * len(groups)]:  # with one part nothing joins the second again
-            world.wait_event(side, begin_event)
-        world.barrier(copies)
+        begin_event = pushes[0].record("begin", stream)
+        if splits * len(groups) > 1:  # with one part nothing joins the second stream again
+            world.wait_event(second_stream, begin_event)
 
-        def send(moves: Sequence[tuple[slice, torch.Tensor]], lane: Stream, computed: torch.Tensor) -> None:
-            world.wait_event(copies, world.record(lane))
-            for part_rows, destination in moves:
-                world.copy(destination, computed if computed.shape[0] == count else computed[part_rows], copies)
+        def send(push: StreamWork, i: int, lane: Stream, computed: torch.Tensor) -> None:
+            push.record(i, lane)
 
         def parts() -> Iterator[PartialRows]:
-            for split, step in enumerate(steps):
-                for span, moves in step:
+            for split, push in enumerate(pushes):
+                for i, (span, part) in enumerate(parts_of[split]):
                     lane = next(lanes)
-                    yield PartialRows(span, partial[span], lane, functools.partial(send, moves, lane))
-                world.barrier(copies)
+                    yield PartialRows(span, part, lane, functools.partial(send, push, i, lane))
+                (end,) = push()
                 # No later GEMM could run beside the last sum, which therefore needs no stream of its own.
                 lane = sums if split < splits - 1 else stream
-                # `copies` has also waited for the GEMM of this rank's own rows, the last GEMM.
-                world.wait_event(lane, world.record(copies))
-                sum_parts(partial[own_rows[split]], staged[split], results[split], bias, world, lane)
+                world.wait_event(lane, end)  # `end` follows the GEMM of this rank's own rows, the last GEMM
+                sum_parts(own_parts[split], staged[split], results[split], bias, world, lane)
 
         yield parts()  # in the end `stream` has waited for `copies`, which has waited for each GEMM of `second_stream`
         if splits > 1:
@@ -370,7 +369,7 @@ def push(world: World, memory: SymmetricTensor, send: Send) -> Callable[[TensorL
 
     def copy(tensors: TensorList, stream: Stream) -> None:
         for destination, t in zip(destinations, tensors, strict=True):
-            world.copy(destination, t if len(t) == count else t[send.rows], stream)
+            world.copy(destination, t if t.shape[0] == count else t[send.rows], stream)
 
     return copy
 

@@ -90,7 +90,8 @@ def sent_specs(world: World, call: GatherCall) -> list[tuple[tuple[int, ...], to
 
 def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.Tensor) -> ScaledFactors:
     """Return the operands of the GEMM of gathered rows x. `scales` are the rows' scales, if they were gathered."""
-    return operands._replace(x=x, x_scale=scales[0] if scales else operands.x_scale)
+    _, weight, bias, x_scale, weight_scale = operands
+    return ScaledFactors(x, weight, bias, scales[0] if scales else x_scale, weight_scale)  # faster than _replace
 
 
 def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run | OwnResult:

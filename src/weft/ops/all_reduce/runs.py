@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ...architectures import features
-from ...backends.base import Stream, SymmetricTensor
+from ...backends.base import Stream, StreamWork, SymmetricTensor
 from ...kernel_launch import Launch, Words, prepared
 from ...lang.jit import constants
 from ...plans import (
@@ -301,15 +301,15 @@ def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
     share = prepare_sharing(world, call)
     parts = workspace(world, "parts", (world.size, ends[1], call.h), call.dtype).local
 
-    def sequences_of(shared: SharedRows) -> list[Callable[[], object]]:
+    def sequences_of(shared: SharedRows) -> list[Callable[[], StreamWork]]:
         source = shared.x
         assert source is not None
 
-        def pull_own_rows() -> None:
+        def pull_own_rows(work: StreamWork) -> None:
             world.barrier(copies)
             pull_parts(world, source, own_rows, parts, copies)
 
-        def pull_sums() -> None:
+        def pull_sums(work: StreamWork) -> None:
             world.barrier(copies)
             pull_rows(world, [memory for memory in shared[1:] if memory], ends, copies)
             world.barrier(copies)
@@ -329,11 +329,11 @@ def prepare_decomposed(world: World, call: SumCall, plan: Decomposed) -> SumRun:
         kept = t.kept if sums is None else sums.local[own_rows]
 
         pull_own_rows, pull_sums = sequences(shared)
-        pull_own_rows()
+        pull_own_rows()()
         local = replace(t, x=source.local, out=out.local, kept=kept, scales=scales.local if scales else None)
         sum_own_rows(copies, **local.arguments(), x=local.x, out=local.out, staging=parts)
-        pull_sums()
-        world.wait_event(stream, world.record(copies))
+        (end,) = pull_sums()()
+        world.wait_event(stream, end)
         take_rows(world, t, shared, stream)
 
     return sum_rows

@@ -23,7 +23,7 @@ from ...backends.library_gemm import stepped
 from ...chooser import Choice, Chooser
 from ...kernel_launch import Launch, prepared
 from ...plans import Plan, Segmented
-from ...transport.collectives import gather
+from ...transport.collectives import gather_all
 from ...transport.copy_engine import Send, prepare_exchange
 from ...transport.memory import workspace
 from ...world import World
@@ -125,7 +125,7 @@ def all_gather_key_values(
     """All-gather K and V with NCCL. If the ranges of a group are not contiguous, copy them into one tensor. Return each
     group with its keys and values."""
     stream, columns = world.current_stream(), config.kv_heads * config.dim
-    gathered = [gather(t.reshape(-1, columns), world, config.shards, stream) for t in (local_kv.k, local_kv.v)]
+    gathered = gather_all([t.reshape(-1, columns) for t in local_kv[:2]], world, config.shards, stream)
     starts = [sum(config.shards[:r]) for r in range(world.size)]
     fetched = []
     for first_query, unsorted in groups:
@@ -215,8 +215,8 @@ def attend(
 ) -> Partial:
     """Compute attention of q over `kv` with a library. `mask` is either a Packed or a bool, whether the mask is
     causal."""
-    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (len(q), len(kv.k), mask is True)
-    outputs = ((q.shape, q.dtype), ((config.heads, len(q)), torch.float32))
+    use, sizes = "packed" if isinstance(mask, Packed) else "forward", (q.shape[0], kv.k.shape[0], mask is True)
+    outputs = ((q.shape, q.dtype), ((config.heads, q.shape[0]), torch.float32))
     offsets = sequence_offsets(world, mask)
     if kv.wait is not None:
         kv.wait()

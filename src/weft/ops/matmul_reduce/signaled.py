@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 
 from ...architectures import features
-from ...backends.base import Stream
+from ...backends.base import Stream, StreamWork
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...kernel_launch import Launch, Matrix, prepared
 from ...lang.jit import constants
@@ -227,7 +227,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
 
     own_rows, comm = partial[me * rows : (me + 1) * rows], world.side_stream("comm")
 
-    def push_all() -> None:
+    def push_all(work: StreamWork) -> None:
         world.barrier(comm)
         for g, wait in enumerate(signals.waits):
             wait(comm)
@@ -243,8 +243,8 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled) -> Run:
         world.order(holder, stream)
         world.wait_event(comm, world.record(stream))
         launch_on(launch, operands, partial)(stream)
-        sequence()
-        world.wait_event(stream, world.record(comm))
+        (end,) = sequence()()
+        world.wait_event(stream, end)
         sum_parts(own_rows, staging.local, out, None, world, stream)
 
     return run
