@@ -77,11 +77,12 @@ def rows_alone(world: World, m: int) -> None:
 
 
 ONE = 1, ""
-WHOLE = 2, "shards that are whole tiles of one number have a mapping without tables, and bulk copies"
+WHOLE = 2, "shards that are whole tiles of one number have a mapping without tables"
+PULLED = 3, "as WHOLE, and shards that are not whole blocks have no bulk copies"
 BLOCKS = 4, "few rows are cut in smaller blocks, so that every program has some"
 CASES: dict[str, tuple[Run, tuple[int, str]]] = {
-    "all-gather, fused": (gemm(AG, FusedGather()), WHOLE),
-    "all-gather, fused, gated": (gemm(AG, FusedGather(), True), WHOLE),
+    "all-gather, fused": (gemm(AG, FusedGather()), PULLED),
+    "all-gather, fused, gated": (gemm(AG, FusedGather(), True), PULLED),
     "all-gather, copied": (gemm(AG, FusedGatherByCopies()), WHOLE),
     "all-gather, one shot": (gemm(AG, OneShot()), BLOCKS),
     "reduce-scatter, fused": (gemm(RS, FusedReduceScatter()), ONE),

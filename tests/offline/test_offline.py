@@ -169,7 +169,8 @@ for op in OPS:
         CASES[f"{op} x8 plan {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
         CASES[f"{op} x8 plan {i} odd sizes"] = call(op, plan, 33, 1032, 520, bias=True), 8
         CASES[f"{op} x8 plan {i} one row"] = call(op, plan, 1), 8
-CASES[f"{AG} x4 part tiles"] = call(AG, F, 160), 4
+for op in (AG, RS):
+    CASES[f"{op} x4 part tiles"] = call(op, FUSED[op], 160), 4
 CASES[f"{AG} x8 uneven bias"] = call(AG, F, uneven=True, bias=True, k=520), 8
 CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
@@ -588,9 +589,17 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
 
 def test_shards_of_part_tiles_keep_the_fast_loops() -> None:
     """Shards of 1.25 tiles are pulled by TMA, and a tile waits for one counter in a flattened loop over tiles."""
-    (launch,) = launched(f"{AG} x4 part tiles")[0]
+    (launch,) = launched(f"{AG} x4 part tiles")[0]  # those of the first rank
     how, mapping = launch.args["how"], launch.args["ch"].mapping
     assert how.pull.BULK.value and how.product.FLATTEN.value and mapping.single.value and mapping.table.value
+
+
+def test_a_sum_computes_no_tile_of_each_shard_alone() -> None:
+    """Four shards of 1.25 tiles are 5 rows of tiles, and each rank computes them in an order of its own. The first and
+    the second tile row begin in the first shard."""
+    runs = [launches[0].args["runs"] for launches in launched(f"{RS} x4 part tiles")]
+    assert [r.order.tolist() for r in runs] == [[2, 3, 4, 0, 1], [3, 4, 0, 2, 1], [4, 0, 2, 3, 1], [0, 2, 3, 4, 1]]
+    assert all(r.positions.tolist() == [0, 1, 0, 0, 0] and r.owners.tolist() == [2, 4, 1] for r in runs)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])

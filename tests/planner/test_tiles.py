@@ -74,12 +74,13 @@ def test_waves() -> None:
 
 
 def test_tiles_span_shards_where_the_kernel_lets_them() -> None:
-    """In an all-gather, 8 x 64 rows are 4 rows of tiles, which fill one wave; in sums they are 8 rows of tiles, each
-    half empty."""
+    """In fused plans and in those with copies, 8 x 64 rows are 4 rows of tiles, which fill one wave; where NCCL sums,
+    they are 8 rows of tiles, each half empty."""
     shards, n = [64] * 8, 256 * 24
     assert with_shape_tiles(FusedGather(), shards, n, SMS) == FusedGather()
     assert with_shape_tiles(Signaled(ctas=4, copies=True), shards, n, SMS) == Signaled(ctas=4, copies=True)
-    assert with_shape_tiles(FusedReduceScatter(), shards, n, SMS) != FusedReduceScatter()
+    assert with_shape_tiles(FusedReduceScatter(), shards, n, SMS) == FusedReduceScatter()
+    assert with_shape_tiles(Signaled(), shards, n, SMS) != Signaled()
 
 
 FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs

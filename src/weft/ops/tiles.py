@@ -63,9 +63,9 @@ def with_shape_tiles(plan: Plan, shards: Sequence[int], n: int, sms: int, capabi
     tile: GemmTile = plan.tile
     if (tile.block_m, tile.block_n, tile.warps) != (128, 256, 8):
         return plan
-    gathers = isinstance(plan, FusedGather | FusedGatherByCopies)  # no other kernel shares the GEMM's SMs
-    if gathers or (isinstance(plan, Signaled) and plan.copies):
+    if isinstance(plan, Fused) or plan.copies:
         shards = [sum(shards)]  # tiles may span shards
+    gathers = isinstance(plan, FusedGather | FusedGatherByCopies)  # no other kernel shares the GEMM's SMs
     taken_sms = plan.ctas if isinstance(plan, Signaled) else plan.pull_programs if isinstance(plan, FusedGather) else 0
     if not half_tile_is_faster(shards, n, sms - taken_sms):
         return plan

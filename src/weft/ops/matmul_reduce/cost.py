@@ -100,7 +100,7 @@ class ReducedTiles(FusedCost[ReducePlan]):
         columns = -(-n // plan.tile.block_n)
         chunks, programs = -(-rows // bm), p.sms  # pull and forward programs share the SMs with the GEMM's programs
         # After the first wave, all tiles except the tiles of the last wave can be pulled during the GEMM.
-        tiles = p.world * chunks * columns
+        tiles = -(-m // bm) * columns  # tiles span shards
         gemm = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) * fit.slow
         waves = max(1, -(-tiles // programs))
         total = (p.world - 1) * call.moved(chunks * bm) * self.passes

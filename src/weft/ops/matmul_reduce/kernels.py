@@ -1,10 +1,11 @@
 """GEMM + reduce-scatter and GEMM + all-reduce, in which the owner of a tile pulls the partial tiles of all ranks.
 
-    GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute tile (lm,
-                       tn) of every owner at about the same time. A program stores a tile in this rank's half of the
-                       arena, and counts it a few K steps into its next tile (compute/gemm.py).
-    forward programs   notify all owners when tile (lm, tn) of every owner has been stored. GEMM programs release their
-                       stores only to this GPU, because a release to the peers would wait for busy links.
+    GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute the tiles at
+                       one position of every owner's run (`Runs`) at about the same time. A program stores a tile in
+                       this rank's half of the arena, and counts it a few K steps into its next tile (compute/gemm.py).
+    forward programs   notify all ranks when the tiles of one column at one position of every run have been stored.
+                       GEMM programs release their stores only to this GPU, because a release to the peers would wait
+                       for busy links.
     pull programs      draw this rank's own tiles in the order in which they become complete. For each tile, a program
                        waits until all ranks have notified this one, reads the tile from every rank through a deep
                        asynchronous pipeline, adds the parts in float32 in rank order, and stores the sum
@@ -27,7 +28,8 @@ every peer has notified it in call n + 1, and each peer started call n + 1 after
 All ranks increment the same counters, and a fast rank may increment a counter for its tile of the next call before a
 slow rank's increment of this call has arrived. A sum may then start although the slow rank's increment is missing, but
 never while data are missing. Before the fast rank left this call, the slow rank had notified it of all the slow rank's
-tiles, each time by a release that covers all owners. The fast rank's increment is a release too, so it also publishes
+tiles, also of those at positions that the fast rank's run does not reach, each time by a release that covers all
+owners. The fast rank's increment is a release too, so it also publishes
 those tiles.
 
 Three alternatives were measured and rejected (docs/design-notes.md). The first has pull programs on separate SMs. In
@@ -42,6 +44,7 @@ Symbols of shapes:
 
 from typing import NamedTuple
 
+import torch
 import triton.language as tl
 
 from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
@@ -67,127 +70,154 @@ class Sums(NamedTuple):
     ALL: tl.constexpr
 
 
-class Grid(NamedTuple):
-    """The numbers of tile rows and tile columns of the longest shard, and the number of columns."""
+class Runs(NamedTuple):
+    """Tables, int32, of the owners of tile rows. Tiles cover the rows of x without regard to shards. An owner's run
+    contains the tile rows that begin in its shard, or, with ALL, every W-th tile row. `offsets` contains the first row
+    of each rank's shard, and the number of rows. `order` contains the tile rows in the order in which this rank
+    computes them: the first of each run, beginning with the next rank's, then the second of each run, and so on.
+    `positions` contains each tile row's position in its run. `owners` contains the number of positions, and then the
+    number of runs that reach each position."""
 
-    tiles_m: tl.tensor
+    offsets: torch.Tensor
+    order: torch.Tensor
+    positions: torch.Tensor
+    owners: torch.Tensor
+
+
+class Grid(NamedTuple):
+    """The number of positions in a run, the number of tile columns, and the number of columns."""
+
+    steps: tl.tensor
     tiles_n: tl.tensor
     N: tl.tensor
 
 
 @jit
 def sum_half_tiles(
-    flat_desc, arenas, sums, first_row, start, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
+    flat_desc, arenas, sums, first_row, tm, tn, half, count, out, lo, hi, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum this rank's own half tiles start .. start + count over all ranks. Row 0 of this rank's shard is row `lo` of
-    `out`. `arenas` contains the granule of each rank's arena. With ALL the sums are also stored in `sums`, this rank's
-    arena, from which the other ranks pull them."""
+    """Sum `count` halves of tile (tm, tn) over all ranks, beginning with half `half`, and store the rows lo .. hi.
+    `arenas` contains the granule of each rank's arena, and row 0 of `out` is row lo. With ALL the sums are also stored
+    in `sums`, this rank's arena, from which the other ranks pull them."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
-    GROUP: tl.constexpr = tile.GROUP_M // W
     R: tl.constexpr = how.R
     PARTS: tl.constexpr = BM // R
-    tiles_m, tiles_n, N = grid
     r = tl.arange(0, R)[:, None]
     c = tl.arange(0, COLS)
     acc = tl.zeros((R, COLS), tl.float32)
     for q in tl.range(0, count * PARTS * W, num_stages=how.STAGES):
         rank = q % W
-        half_tile = start + q // (PARTS * W)
+        side = half + q // (PARTS * W)
         part = q // W % PARTS
-        lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
-        flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
+        flat_row = first_row + (tm * grid.tiles_n + tn) * (2 * BM) + side * BM + part * R
         block = tl.reshape(flat_desc.load([select(arenas, rank, W), flat_row, 0]), (R, COLS))
         acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
         if rank == W - 1:
-            row = lm * BM + part * R
-            col = (tn * 2 + half_tile % 2) * COLS + c
+            row = tm * BM + part * R + r
+            col = (tn * 2 + side) * COLS + c
             total = acc
             if bias is not None:
-                total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-            ok = (row + r < rows_n) & (col < N)[None, :]
-            tl.store(out + (lo + row + r).to(tl.int64) * N + col[None, :], total.to(out.dtype.element_ty), mask=ok)
+                total += tl.load(bias + col, mask=col < grid.N, other=0.0).to(tl.float32)[None, :]
+            ok = (row >= lo) & (row < hi) & (col < grid.N)[None, :]
+            offset = (row - lo).to(tl.int64) * grid.N + col[None, :]
+            tl.store(out + offset, total.to(out.dtype.element_ty), mask=ok)
             if how.ALL:
                 tl.store(sums + (flat_row + r).to(tl.int64) * COLS + c[None, :], total.to(out.dtype.element_ty))
 
 
 @jit
-def gather_tile(flat_desc, arenas, first_row, tile_index, me, out, offsets, grid, tile, how, W: tl.constexpr):
-    """Every other owner has summed its tile tile_index. Copy these sums to `out`, beginning with the nearest owner."""
+def gather_tile(flat_desc, arenas, first_row, step, owners, tn, me, out, rows, grid, tile, how, W: tl.constexpr):
+    """The first `owners` ranks have summed the tiles of column tn at position `step` of their runs. Copy the other
+    ranks' sums to `out`, which has `rows` rows, beginning with the nearest rank."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = tile.BN // 2
-    GROUP: tl.constexpr = tile.GROUP_M // W
     R: tl.constexpr = how.R
     PARTS: tl.constexpr = 2 * BM // R
-    tiles_m, tiles_n, N = grid
     r = tl.arange(0, R)[:, None]
     c = tl.arange(0, COLS)[None, :]
-    lm, tn = grouped_tile(tile_index, tiles_m, tiles_n, GROUP)
-    for q in tl.range(0, (W - 1) * PARTS, num_stages=how.STAGES):
-        s = (me + 1 + q // PARTS) % W
+    peers = owners - (me < owners).to(tl.int32)
+    for q in tl.range(0, peers * PARTS, num_stages=how.STAGES):
+        s = (me + 1 + q // PARTS) % owners
         part = q % PARTS
-        flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
+        tm = step * W + s
+        flat_row = first_row + (tm * grid.tiles_n + tn) * (2 * BM) + part * R
         block = tl.reshape(flat_desc.load([select(arenas, s, W), flat_row, 0]), (R, COLS))
-        lo = tl.load(offsets + s)
-        row = lo + lm * BM + part * R % BM + r
+        row = tm * BM + part * R % BM + r
         col = (tn * 2 + part * R // BM) * COLS + c
-        tl.store(out + row.to(tl.int64) * N + col, block, mask=(row < tl.load(offsets + s + 1)) & (col < N))
+        tl.store(out + row.to(tl.int64) * grid.N + col, block, mask=(row < rows) & (col < grid.N))
 
 
 @jit
-def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how):
-    """Draw tickets until no ticket is left, and sum or gather the tiles of each ticket."""
+def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, runs, grid, tile, how):
+    """Draw tickets until no ticket is left, and sum or gather the tiles of each ticket. With ALL an owner sums the tile
+    rows of its run. Otherwise it sums all tiles with rows of its shard, of which the tile that begins before the shard
+    comes last. Every rank waits for the tiles at every position, even if its own run does not reach the position."""
     W: tl.constexpr = ch.world
+    BM: tl.constexpr = tile.BM
     GROUP: tl.constexpr = tile.GROUP_M // W
     LAG: tl.constexpr = how.LAG
-    tiles_m, tiles_n, N = grid
+    steps, tiles_n, N = grid
     target = calls_of(ch) * W
     arenas = ()
-    for i in tl.static_range(W):
-        arenas = arenas + (tl.load(arena.granules + i),)
+    for rank in tl.static_range(W):
+        arenas = arenas + (tl.load(arena.granules + rank),)
     sums = address_of(arena.addresses, me, out.dtype.element_ty)
-    lo = tl.load(offsets + me)
-    rows_n = tl.load(offsets + me + 1) - lo
-    own_tiles = tiles_m * tiles_n
+    rows = tl.load(runs.offsets + W)
     if how.ALL:  # an even ticket sums one tile, and an odd ticket gathers the other owners' sums of one tile
+        tiles = steps * tiles_n
         ticket = take_ticket(ch, 1)
-        while ticket < 2 * (own_tiles + LAG):
-            step = ticket // 2
+        while ticket < 2 * (tiles + LAG):
+            i = ticket // 2
             if ticket % 2 == 0:
-                if step < own_tiles:
-                    lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
-                    channel = lm * tiles_n + tn
+                if i < tiles:
+                    step, tn = grouped_tile(i, steps, tiles_n, GROUP)
+                    tm = step * W + me
+                    channel = step * tiles_n + tn
                     wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
-                    sum_half_tiles(
-                        flat_desc, arenas, sums, first_row, 2 * step, 2, me, out, lo, rows_n, bias, grid, tile, how, W
-                    )
-                    channel_broadcast(ch, own_tiles + step, False)
+                    if tm * BM < rows:
+                        sum_half_tiles(
+                            flat_desc, arenas, sums, first_row, tm, tn, 0, 2, out, 0, rows, bias, grid, tile, how, W
+                        )
+                        channel_broadcast(ch, tiles + channel, False)
             else:
-                if step >= LAG:
-                    wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
-                    gather_tile(flat_desc, arenas, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
+                if i >= LAG:
+                    step, tn = grouped_tile(i - LAG, steps, tiles_n, GROUP)
+                    channel = step * tiles_n + tn
+                    owners = tl.load(runs.owners + 1 + step)
+                    wait_until(ch.counters + tiles + channel, calls_of(ch) * owners, ch.guard, channel, -1, "sys")
+                    gather_tile(flat_desc, arenas, first_row, step, owners, tn, me, out, rows, grid, tile, how, W)
             ticket = take_ticket(ch, 1)
     else:  # without ALL, a ticket sums one half of a tile
+        lo = tl.load(runs.offsets + me)
+        hi = tl.load(runs.offsets + me + 1)
+        run = tl.cdiv(lo, BM)
+        # 1 if the shard's first rows are in a tile that begins before the shard, and otherwise 0
+        before = ((lo % BM > 0) & (lo < hi)).to(tl.int32)
+        position_before = tl.load(runs.positions + run - 1, mask=before > 0, other=0)
         ticket = take_ticket(ch, 1)
-        while ticket < 2 * own_tiles:
-            lm, tn = grouped_tile(ticket // 2, tiles_m, tiles_n, GROUP)
-            channel = lm * tiles_n + tn
+        while ticket < 2 * (steps + before) * tiles_n:
+            i, tn = grouped_tile(ticket // 2, steps + before, tiles_n, GROUP)
+            tm = tl.where(i == steps, run - 1, run + i)
+            channel = tl.where(i == steps, position_before, i) * tiles_n + tn
             wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
-            sum_half_tiles(flat_desc, arenas, sums, first_row, ticket, 1, me, out, 0, rows_n, bias, grid, tile, how, W)
+            if tm * BM < hi:
+                sum_half_tiles(
+                    flat_desc, arenas, sums, first_row, tm, tn, ticket % 2, 1, out, lo, hi, bias, grid, tile, how, W
+                )
             ticket = take_ticket(ch, 1)
 
 
 @jit
-def forward_tiles(ch, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
-    """Notify every owner that its tile (lm, tn) is complete, after this rank's GEMM programs have stored tile (lm, tn)
-    of all owners."""
-    tiles_m, tiles_n, _ = grid
-    own_tiles = tiles_m * tiles_n
-    for step in range(pid, own_tiles, FORWARD_PROGRAMS):
-        lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
-        tile = lm * tiles_n + tn
-        channel_wait(ch, 2 * own_tiles + tile, ch.world, tile, rank_of(ch), "gpu")
-        channel_broadcast(ch, tile, False)
+def forward_tiles(ch, owners, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
+    """Notify every owner that the tiles of one column at one position of all runs are complete, after this rank's GEMM
+    programs have stored them."""
+    tiles = grid.steps * grid.tiles_n
+    for i in range(pid, tiles, FORWARD_PROGRAMS):
+        step, tn = grouped_tile(i, grid.steps, grid.tiles_n, GROUP)
+        channel = step * grid.tiles_n + tn
+        channel_wait(ch, 2 * tiles + channel, tl.load(owners + 1 + step), channel, rank_of(ch), "gpu")
+        channel_broadcast(ch, channel, False)
 
 
 @jit
@@ -218,24 +248,23 @@ def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
     arena_desc.store([granule, flat_row + tile.BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, ROWS, COLS)))
 
 
-@jit(do_not_specialize=("tiles_m",))
+@jit
 def gemm_reduce(
-    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, offsets, tiles_m, N, K, tile, how,
+    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, runs, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Compute out = the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None). `out` contains this
     rank's rows [m_r, N], or, with ALL, all rows [M, N]. The launch with COMPUTE consists of the GEMM programs, and the
     launch without COMPUTE of the forward and pull programs.
 
-    With TRANS_B, w_desc is [K, N]. A half of the arena (`transport.memory.Halves`) contains the tiles of all owners.
-    Each tile is stored as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with
+    With TRANS_B, w_desc is [K, N]. A half of the arena (`transport.memory.Halves`) contains all tiles of [M, N]. Each
+    tile is stored as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with
     PROMOTE half the rows, as in x_desc) and flat_desc (blocks [1, R, BN / 2]) describe the arenas of all ranks as
     [granule, row, BN / 2]. scales are the `Scales` of 8-bit operands, or None; they are applied before tiles are
-    stored. offsets, int32 [world + 1], contains the first row of each rank's shard. tiles_m is the number of tile rows
-    in the longest shard. GROUP_M is a multiple of the world size. how is a `Sums`.
+    stored. runs are the `Runs` of the tile rows. GROUP_M is a multiple of the world size. how is a `Sums`.
 
-    There are counters for the tiles of this rank's shard, for the sums of these tiles, and for the tiles of all owners
-    that this rank has stored. Only this rank's programs increment the last group of counters."""
+    For each position in a run and each tile column there are counters for the tiles at this position, for their sums,
+    and for the tiles that this rank has stored. Only this rank's programs increment the last group of counters."""
     x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
@@ -249,14 +278,13 @@ def gemm_reduce(
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
-    own_tiles = tiles_m * tiles_n
+    grid = Grid(tl.load(runs.owners), tiles_n, N)
     first_row = (tl.load(arena.epoch) & 1) * (arena.half // COLS).to(tl.int32)
     if COMPUTE:
         granule = tl.load(arena.granules + me)
-        first_rows = ()
-        for i in tl.static_range(W):
-            first_rows = first_rows + (tl.load(offsets + i),)
-        rows = tl.load(offsets + W)
+        rows = tl.load(runs.offsets + W)
+        tiles_m = tl.cdiv(rows, BM)
+        stored = ch.counters + 2 * grid.steps * tiles_n
         steps = tl.cdiv(K, BK)
         flush_step = min(FLUSHED, steps - 1)
         t = pid - GEMM_PROGRAMS
@@ -266,17 +294,16 @@ def gemm_reduce(
         # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel used 173 registers
         # instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128).
         # Neither version spilled, but the shared loop had 6 more compile-time branches. So there are two loops.
-        for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, GEMM_PROGRAMS) * steps):
+        for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 t += GEMM_PROGRAMS
-                tm, tn = grouped_tile(t, W * tiles_m, tiles_n, tile.GROUP_M)
-                owner = (tm + me + 1) % W
-                lm = tm // W
-                row = select(first_rows, owner, W) + lm * BM
+                i, tn = grouped_tile(t, tiles_m, tiles_n, tile.GROUP_M)
+                tm = tl.load(runs.order + i)
+                row = tm * BM
                 col = tn * BN
-                channel = lm * tiles_n + tn
-                flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
+                channel = tl.load(runs.positions + tm) * tiles_n + tn
+                flat_row = first_row + (tm * tiles_n + tn) * (2 * BM)
             if tile.PROMOTE:
                 scales_of_tile = tile_scales(scales, scales.x, row, rows, K, tile.SCALED)
                 w = weight_scale(scales_of_tile, col, step * BK, K, tile.SCALED)
@@ -289,7 +316,7 @@ def gemm_reduce(
                 acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
             if (step == flush_step) & (stored_tile >= 0):
                 flush_stores(True)
-                tl.atomic_add(ch.counters + 2 * own_tiles + stored_tile, 1, sem="release", scope="gpu")
+                tl.atomic_add(stored + stored_tile, 1, sem="release", scope="gpu")
                 stored_tile = -1
             if step == steps - 1:
                 scales_of_tile = None
@@ -305,10 +332,9 @@ def gemm_reduce(
                 acc, upper, lower = zero_accumulators(tile)
         if stored_tile >= 0:
             flush_stores(True)
-            tl.atomic_add(ch.counters + 2 * own_tiles + stored_tile, 1, sem="release", scope="gpu")
+            tl.atomic_add(stored + stored_tile, 1, sem="release", scope="gpu")
     else:
-        grid = Grid(tiles_m, tiles_n, N)
         if pid < how.FORWARD_PROGRAMS:
-            forward_tiles(ch, grid, pid, how.FORWARD_PROGRAMS, tile.GROUP_M // W)
-        sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how)
+            forward_tiles(ch, runs.owners, grid, pid, how.FORWARD_PROGRAMS, tile.GROUP_M // W)
+        sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, runs, grid, tile, how)
     end_call(ch, arena.epoch, how.FORWARD_PROGRAMS + how.PULL_PROGRAMS + GEMM_PROGRAMS)

@@ -13,6 +13,7 @@ fused               one GEMM; programs of a second launch on the same SMs sum it
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -43,7 +44,7 @@ from ..common import tile_of, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of, scales_of_part
 from .call import ReduceCall
-from .kernels import Sums, gemm_reduce
+from .kernels import Runs, Sums, gemm_reduce
 
 SUM_REGISTERS = 112  # registers per thread of a program that sums tiles and shares its SM with a GEMM of 8-bit operands
 
@@ -137,9 +138,10 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
     """Prepare two launches on two streams: the GEMM programs, and the forward and pull programs. Both share the SMs.
     Both kernels are loaded before either runs: a GEMM cannot be loaded while pull programs run, so the pull programs
     would wait for it forever."""
-    tiles_m, tiles_n = _tiles(call, plan)
-    tile_bytes = plan.tile.block_m * plan.tile.block_n * call.dtype.itemsize
-    arena, side = world.arena(world.size * tiles_m * tiles_n * tile_bytes), world.side_stream("pull")
+    tile = plan.tile
+    tiles = -(-call.m // tile.block_m) * -(-call.n // tile.block_n)
+    arena = world.arena(tiles * tile.block_m * tile.block_n * call.dtype.itemsize)
+    side = world.side_stream("pull")
     launches = made_once(_fused_launches, world, call, plan, arena)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
@@ -157,20 +159,23 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
     return run
 
 
-def _tiles(call: ReduceCall, plan: FusedReduce) -> tuple[int, int]:
-    """Return the numbers of row tiles and column tiles of the longest shard."""
-    return -(-max(call.shards) // plan.tile.block_m), -(-call.n // plan.tile.block_n)
+def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[BlockChannel, Runs]:
+    """Return the channel and the owners' runs of tile rows of one shape. The first call is collective."""
+    size, shards, bm = world.size, call.shards, plan.tile.block_m
 
-
-def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[BlockChannel, torch.Tensor]:
-    """Return the channel of one shape, and the first row of each rank's shard. The first call is collective."""
-    (tiles_m, tiles_n), shards = _tiles(call, plan), call.shards
-
-    def make() -> tuple[BlockChannel, torch.Tensor]:
-        ch = world.channel(
-            f"{call.op} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}", 3 * tiles_m * tiles_n, None
-        )
-        return ch, world.tensor([sum(shards[:r]) for r in range(world.size + 1)], torch.int32)
+    def make() -> tuple[BlockChannel, Runs]:
+        offsets = [0, *itertools.accumulate(shards)]
+        begins, tiles_m = [-(-row // bm) for row in offsets], -(-call.m // bm)
+        runs = [range(r, tiles_m, size) if call.everywhere else range(begins[r], begins[r + 1]) for r in range(size)]
+        steps = max(map(len, runs))
+        owners = [[(world.rank + 1 + i) % size for i in range(size)] for _ in range(steps)]
+        order = [runs[r][step] for step, ranks in enumerate(owners) for r in ranks if step < len(runs[r])]
+        positions = [step for tm in range(tiles_m) for run in runs if tm in run for step in [run.index(tm)]]
+        reaching = [sum(step < len(run) for run in runs) for step in range(steps)]
+        tables = Runs(*world.words(offsets, order, positions, [steps, *reaching]))
+        counters = 3 * steps * -(-call.n // plan.tile.block_n)
+        ch = world.channel(f"{call.op} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}", counters, None)
+        return ch, tables
 
     return world.cached((call.op, shards, call.n, call.k, call.dtype, plan), make)
 
@@ -185,7 +190,7 @@ def _fused_launches(
     forward_programs = min(plan.forward_programs, -(-world.sm_count // 4))
     # An SM with a GEMM program has room for one forward or pull program.
     pull_programs = min(plan.pull_programs, world.sm_count - forward_programs)
-    ch, offsets = _fused_channel(world, call, plan)
+    ch, runs = _fused_channel(world, call, plan)
     view, granules = flat(world, arena.memory)
     if view is None:
         raise Unsupported("the symmetric memory of the ranks is too far apart for one descriptor")
@@ -196,8 +201,7 @@ def _fused_launches(
         arena_desc=view.descriptor(call.dtype, block_rows(tile, call.scaling), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
         ch=ch,
-        offsets=offsets,
-        tiles_m=_tiles(call, plan)[0],
+        runs=runs,
         N=call.n,
         K=call.k,
         tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b, call.scaling),
