@@ -168,7 +168,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
             passes.woven.release()
         for tokens in passes.warm_ups():
-            run(tokens)
+            passes.warm_up(tokens, functools.partial(run, tokens))
         passes.world.wait_for_streams()
 
 
