@@ -114,7 +114,7 @@ class CUDAGraphWrapper:
     _all_instances: ClassVar[weakref.WeakSet[CUDAGraphWrapper]] = weakref.WeakSet()
 
     def __init__(self, runnable: Callable[..., Any]) -> None:
-        self.runnable, self.captures = runnable, 0
+        self.runnable, self.captures, self.graph_pool = runnable, 0, "vLLM's"
         self.concrete_cudagraph_entries: dict[Any, Any] = {}
         self._all_instances.add(self)
 

@@ -203,6 +203,10 @@ class Comparison:
     def time(self, tokens: int, chosen: PassWay, forms: Sequence[Plan], mode: str) -> Times:
         """Return the times of passes of `tokens` tokens in the way that is chosen so far, in these forms, and of
         vLLM's own pass."""
+        if mode == "eager":  # all forms run before the first capture
+            for form in dict.fromkeys((chosen, *forms)):
+                self.passes.serve(() if isinstance(form, str) else [(tokens, tokens, form)])
+                self.passes.warm_up(tokens, lambda: self.run(tokens))
         # A Chooser times each size once, and a range of one size needs two trials.
         chooser = Chooser(back_to_back, self.passes.world.backend.capturing, self.passes.world)
         trial = chooser.trial(choice(self.passes, tokens, chosen, (VLLM, *forms), mode, self.run))
@@ -250,7 +254,7 @@ def choice(
             graphs[way] = captured(passes, lambda: in_way(way))
         else:
             in_way(way)
-            passes.warm_up(tokens, lambda: run(tokens))
+            passes.capture(tokens, lambda: run(tokens))
 
     def once(way: PassWay) -> None:
         graphs[way].replay() if mode == "graph" else in_way(way)

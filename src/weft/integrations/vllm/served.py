@@ -70,7 +70,7 @@ class ServedModel:
             lines.append(f"  runs no pass in two parts over whole layers: {self.passes.unwoven}")
         lines += [f"  compared in {self.seconds:.0f} s"] if self.seconds else []
         if self.passes is not None and (graphs := self.passes.graphs) is not None:
-            why = f"; no more, because {graphs.why_not}" if graphs.why_not else ""
+            why = f", and no more: {graphs.why_not}" if graphs.why_not else ""
             lines.append(f"  captures passes of {len(graphs.captured)} sizes beyond vLLM's{why}")
         lines += [f"  {compared.line()}" for compared in self.ranges or ()]
         lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]

@@ -198,11 +198,10 @@ class Passes:
         form = forms(self.world)[size]
         if isinstance(form, WovenLayers):
             return self.run_woven(form, size, tokens, args, kwargs)
-        graphs = self.graphs if self.graphs is not None and (size, form) in self.graphs.captured else None
         in_graphs: AbstractContextManager[None]
-        if graphs is not None and graphs.fit(self.named(args, kwargs)):
-            argument = functools.partial(graphs.fixed, size=size)
-            in_graphs = graphs.replayed(self.context(), (size, form))
+        if self.graphs is not None and self.graphs.fit((size, form), self.named(args, kwargs)):
+            argument = functools.partial(self.graphs.fixed, size=size)
+            in_graphs = self.graphs.replayed(self.context(), (size, form))
         elif size == tokens:
             return self.twin(*args, **kwargs)
         else:
@@ -213,16 +212,35 @@ class Passes:
             return first_rows(self.twin(*rows, **named_rows), tokens)
 
     def warm_up(self, tokens: int, one_pass: Callable[[], object]) -> None:
-        """Run a pass of this number of tokens until all that it needs exists: its kernels and plans, and the graphs of
-        its pieces if vLLM does not capture its size. The call is collective."""
+        """Run a pass of this number of tokens until all that it needs exists, except graphs. The call is collective."""
         one_pass()
+        if self.key_of_graphs(tokens) is not None:
+            one_pass()  # weft prepares a plan for graphs at the second call of a size
+
+    def capture(self, tokens: int, one_pass: Callable[[], object]) -> None:
+        """Capture the pieces of a pass of this number of tokens, unless vLLM captures its size. All passes that may
+        need more memory must have run, since weft drops prepared calls when memory grows. The call is collective."""
+        if (key := self.key_of_graphs(tokens)) is not None and self.graphs is not None:
+            self.graphs.capture(key, one_pass)
+
+    def key_of_graphs(self, tokens: int) -> tuple[int, Plan] | None:
+        """Return the size and form of a pass of this number of tokens; None if weft captures no pieces of it."""
         size = self.sizes[tokens]
         if self.graphs is None or not size or size in self.captured:
-            return
+            return None
         form = forms(self.world)[size]
-        if not isinstance(form, WovenLayers):
-            one_pass()  # weft prepares a plan for graphs at the second call of a size
-            self.graphs.capture((size, form), one_pass)
+        return None if isinstance(form, WovenLayers) else (size, form)
+
+    def leave_uncaptured(self) -> None:
+        """Leave to vLLM the passes whose graphs were timed but could not be captured now, because without graphs the
+        host may need longer. Raises WeftError if all passes have to run in one way."""
+        if self.graphs is None or not self.graphs.possible:
+            return
+        lost = {t for t in range(len(self.sizes)) if self.key_of_graphs(t) not in (None, *self.graphs.captured)}
+        if lost and self.world.batch_invariant:
+            raise WeftError(f"batch invariance needs one way for all, and some have no graphs: {self.graphs.why_not}")
+        for tokens in lost:
+            self.sizes[tokens] = 0
 
     def run_woven(
         self, form: WovenLayers, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]
