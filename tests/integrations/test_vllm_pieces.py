@@ -120,13 +120,16 @@ def test_sizes_whose_capture_fails_at_last_stay_vllms(monkeypatch: pytest.Monkey
 
     def main(world: weft.World) -> tuple[Any, ...]:
         monkeypatch.setattr(start, "free_cached_memory", lambda world: world.cached("last", list).append(1))
-        _, report, _ = started(world)
+        _, report, wrapper = started(world)
         assert report.passes is not None
-        return report.passes.sizes, error_of_passes(report, 5)
+        sizes, error = list(report.passes.sizes), error_of_passes(report, 5)
+        assert wrapper.concrete_cudagraph_entries
+        report.give_up("the test ends")
+        return sizes, error, len(wrapper.concrete_cudagraph_entries)
 
-    for sizes, error in standin.run(main):
+    for sizes, error, graphs in standin.run(main):
         assert sizes == [0, 1, 2, 4, 4, *[0] * 4, *[MOST] * 4], sizes
-        assert not error
+        assert not error and not graphs
 
 
 def test_everything_exists_before_the_first_capture(monkeypatch: pytest.MonkeyPatch) -> None:

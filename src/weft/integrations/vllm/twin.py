@@ -183,6 +183,8 @@ class Passes:
 
     def remove(self) -> None:
         """Restore the stack as if weft were not installed."""
+        if self.graphs is not None:
+            self.graphs.keep(set())  # torch.compile may hold the twin's pieces
         if self.woven is not None:
             self.woven.release()
         self.stack.__class__ = self.own_class
