@@ -1134,10 +1134,11 @@ def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatc
         return status
 
     backend: Any = CudaBackend.__new__(CudaBackend)
-    backend.device, backend.uploads = torch.device("cpu"), SimpleNamespace(pending={})
+    backend.device, backend.uploads = torch.device("cuda", 2), SimpleNamespace(pending={})
     monkeypatch.setattr(cuda, "_driver_copy", lambda: driver_copy)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    stream, source, status = SimpleNamespace(cuda_stream=7), torch.arange(6.0).view(2, 3), 0
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream.cuda_stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    stream, source, status, current = SimpleNamespace(cuda_stream=7), torch.arange(6.0).view(2, 3), 0, 0
     target = torch.zeros(2, 3)
     backend.copy(target, source, stream)
     assert copied == [(target.data_ptr(), source.data_ptr(), 24, 7)] and not target.any()
@@ -1146,6 +1147,12 @@ def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatc
     status = 201  # the thread has no context
     backend.copy(target.zero_(), source, stream)
     assert len(copied) == 2 and torch.equal(target, source)
+    stream.cuda_stream, status = 0, 0  # the default stream, of GPU 2; to the driver, of the thread's current GPU 0
+    backend.copy(target.zero_(), source, stream)
+    assert len(copied) == 2 and torch.equal(target, source)
+    current = 2
+    backend.copy(target.zero_(), source, stream)
+    assert len(copied) == 3 and not target.any()
 
 
 def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

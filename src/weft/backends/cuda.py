@@ -322,10 +322,12 @@ class GpuBackend(Backend):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Copy by CUDA's driver, which needs less host time than torch, and does not need the stream to be current. If
         the driver refuses, as in a thread that has not used this GPU, torch copies or raises an error."""
-        contiguous = dst.is_contiguous() and src.is_contiguous()
+        contiguous, handle = dst.is_contiguous() and src.is_contiguous(), stream.cuda_stream
         if self.uploads.pending:
             self.uploads.precede(stream)
-        if not contiguous or _driver_copy()(dst.data_ptr(), src.data_ptr(), dst.nbytes, stream.cuda_stream):
+        # The handle of every GPU's default stream is 0; the driver takes it as the current GPU's default stream.
+        by_torch = not contiguous or (handle == 0 and torch._C._cuda_getDevice() != self.device.index)
+        if by_torch or _driver_copy()(dst.data_ptr(), src.data_ptr(), dst.nbytes, handle):
             self.call(lambda: dst.copy_(src, non_blocking=True), [src], [dst], stream)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -387,7 +389,7 @@ class GpuBackend(Backend):
 def _driver_copy() -> Callable[[int, int, int, int], int]:
     """Return the driver's copy from one GPU address to another: a function of the destination, the source, the number
     of bytes and the stream, which returns 0 unless it fails."""
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    copy = driver().cuMemcpyDtoDAsync_v2
     copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return copy
 
