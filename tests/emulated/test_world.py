@@ -1007,7 +1007,7 @@ def test_a_side_stream_leaves_the_current_gpu_of_its_thread(monkeypatch: pytest.
 def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch returns its 32 streams of a priority in turn. On one of them, the programs of a fused GEMM + reduce-scatter
     that pull would wait for the GEMM after them, if the call were on the same one. A dropped World's streams return to
-    later Worlds."""
+    later Worlds under the same names: a captured stream must not become that of persistent allocations."""
     created: list[tuple[int, int]] = []
 
     def create(stream: Any, flags: int, priority: int) -> int:
@@ -1017,7 +1017,7 @@ def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -
 
     driver = SimpleNamespace(cuStreamCreateWithPriority=create)
     for module, name, value in [
-        (cuda, "driver", lambda: driver), (cuda, "_unused_streams", functools.cache(lambda device, priority: [])),
+        (cuda, "driver", lambda: driver), (cuda, "_unused_streams", functools.cache(lambda *_: [])),
         (torch.cuda, "Stream", lambda *_, **__: pytest.fail("a stream of torch")),
         (torch.cuda, "ExternalStream", lambda handle, device: handle),
         (torch.cuda, "device", lambda device: nullcontext()), (torch.cuda, "is_current_stream_capturing", bool),
@@ -1035,8 +1035,8 @@ def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -
     assert created == [*[(cuda.NON_BLOCKING, -1)] * 4, (cuda.NON_BLOCKING, 0)]
     del world_a
     world_c = world()
-    assert {world_c.side_stream("pull"), world_c.side_stream("copy")} == {1, 2}
-    assert world_c.side_stream("comm") == 6 and world_c.side_stream("gemm", urgent=False) == 5
+    assert [world_c.side_stream(name) for name in ("copy", "comm", "pull")] == [2, 6, 1]
+    assert [world_c.side_stream(name, urgent=False) for name in ("persistent", "gemm")] == [7, 5]
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,9 +64,10 @@ def _ledgers(device: torch.device) -> Ledgers:
 
 
 @functools.cache
-def _unused_streams(device: torch.device, priority: int) -> list[torch.cuda.Stream]:
-    """Return the list of dropped Worlds' streams. Later Worlds use them, because torch's allocator may record events on
-    a stream at any later time, so a stream is never destroyed."""
+def _unused_streams(device: torch.device, name: str, priority: int) -> list[torch.cuda.Stream]:
+    """Return the list of dropped Worlds' streams of one name. Later Worlds use them, because torch's allocator may
+    record events on a stream at any later time, so a stream is never destroyed. They keep their name, because the
+    stream of persistent allocations must never have been captured."""
     return []
 
 
@@ -214,7 +215,7 @@ class GpuBackend(Backend):
     def side_stream(self, name: str, urgent: bool = True) -> torch.cuda.Stream:
         if name not in self._streams:
             priority = -1 if urgent else 0
-            unused = _unused_streams(self.device, priority)
+            unused = _unused_streams(self.device, name, priority)
             stream = self._streams[name] = unused.pop() if unused else _new_stream(self.device, priority)
             weakref.finalize(self, unused.append, stream).atexit = False
         return self._streams[name]
