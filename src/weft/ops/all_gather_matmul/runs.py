@@ -24,7 +24,7 @@ from ...backends import library_gemm
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...lang.mapping import StaticMapping, TableMapping
+from ...lang.mapping import TableMapping
 from ...plans import (
     Decomposed,
     FlagGated,
@@ -166,15 +166,12 @@ def _arrivals(tiles: Sequence[range], parts: int) -> list[int]:
     return [parts * chunks for chunks in Counter(itertools.chain(*tiles)).values()]
 
 
-def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) -> StaticMapping | TableMapping:
+def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) -> TableMapping:
     """Return the mapping in which every tile waits for one channel: the tile's own channel, which `parts` parts of each
-    of its chunks notify, or, with None, the channel of the rank whose rows of the tile arrive last. If shards are not
-    equal or not whole tiles, the mapping consists of tables. If it had the lengths as integers, Triton would compile a
-    kernel for each set of lengths."""
+    of its chunks notify, or, with None, the channel of the rank whose rows of the tile arrive last. The mapping
+    consists of tables for shards of every length, because a StaticMapping for some would be one more kernel to
+    compile."""
     rows, size = sum(shards), world.size
-    if len(set(shards)) == 1 and shards[0] % bm == 0:
-        channel_rows, arrivals = (shards[0], 1) if parts is None else (bm, parts)
-        return StaticMapping.over(rows, size, tile_rows=bm, channel_rows=channel_rows, arrivals=arrivals)
     tiles, rows_lo = _tiles(shards, bm), range(0, rows, bm)
     last = [0] * len(rows_lo)
     for rank in (world.rank, *world.other_ranks):  # in the order in which shards arrive
