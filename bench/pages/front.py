@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from bench.pages import layer_picture, one_gpu_page
+from bench.pages import layer_picture, one_gpu_page, vllm_page
 from bench.pages.report import FEW, LIBRARIES, MODES, OPS, cases, load, mean, means, measured
 from bench.pages.tables import gpus_of, grid, lines_of
 
@@ -20,9 +20,9 @@ VLLM = ("nvidia-h100-x2", "nvidia-h100-x4")
 LOWEST = (*MACHINES, "nvidia-h100-x4")  # the machines of the lowest ratio
 NCCL = "cuBLAS, then NCCL"
 CAVEAT = (
-    "These are geometric means over all sizes in CUDA graphs on H200s, against Transformers' parallelism or cuBLAS, then NCCL."
-    " vLLM's are requests/s against stock vLLM on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x)."
-    " NVLink multicast (NVLS) was off and is unmeasured."
+    "These are all sizes' geometric means in CUDA graphs on H200s, against Transformers' parallelism or cuBLAS, then NCCL."
+    " vLLM's are requests/s over stock's on H100s, slowest mix to fastest, lowest repeat {lowest:.2f}x (stock's own {null:.2f}x), {noise}."
+    " NVLink multicast (NVLS) was off."
     " {share}."
 )
 SHOWN = (  # the lines that the README's table of operators and layers shows
@@ -196,6 +196,8 @@ def doors(results: Path) -> str:
     lowest, null = (
         min(row[field][0] for path in paths for row in rows_of(path)) for field in ("ratio_range", "null_range")
     )
+    mixes = [row for path in paths for row in vllm_page.newest_of(rows_of(path))]
+    noise = f"{sum(not vllm_page.beyond_noise(row) for row in mixes)} of {len(mixes)} within noise"
     gained = [{line[0]: line[1] for line in means(load(results / name), layers(results / name))} for name in MACHINES]
     woven = [
         ", ".join(f"{model} {lines[woven_title(model)]}" for model in ("Llama-70B", "Qwen3-30B")) for lines in gained
@@ -209,7 +211,7 @@ def doors(results: Path) -> str:
         ["[check](docs/check.md) for races and deadlocks", "`weft check FILE`", "–", "–"],
     ]
     table = grid(["you have", "you write", *map(gpus_of, MACHINES)], rows, 2)
-    return f"{table}\n\n{CAVEAT.format(lowest=lowest, null=null, share=share(results))}"
+    return f"{table}\n\n{CAVEAT.format(lowest=lowest, null=null, noise=noise, share=share(results))}"
 
 
 def one_gpu(results: Path) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.pages.tables import Rows, grid, lines_of
+from bench.pages.tables import Rows, grid, lines_of, page
 
 TABLES = "bench/results/vllm.md"
 FORMS = {
@@ -16,8 +16,9 @@ FORMS = {
 
 
 def chapter(results: Path) -> str:
-    """Return the page of answers, TABLES."""
-    return f"# vLLM's answers with the plugin\n\n{answers(results)}\n"
+    """Return the page of answers and of token times, TABLES."""
+    times = page(results, "vllm_serving.jsonl", latencies)
+    return f"# vLLM's answers and times with the plugin\n\n{answers(results)}\n\n{times}\n"
 
 
 def answers(results: Path) -> str:
@@ -48,29 +49,53 @@ def answers(results: Path) -> str:
     return f"vLLM {versions} {note}:\n\n{grid(head, table)}"
 
 
-def serving(lines: Rows) -> str:
-    """Return a line for the newest row of each model, mix and method: the median speedup, the ratio of stock vLLM's two
-    turns, and the median and the 99th percentile of token times. If the rows have several dates, the text above the
-    table names the mixes of each date."""
+def newest_of(lines: Rows) -> Rows:
+    """Return the newest row of each model, mix and method."""
     key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
+    return list({tuple(row[name] for name in key): row for row in lines}.values())
+
+
+def beyond_noise(row: dict) -> bool:
+    """Return whether the median speedup is outside the range of the ratio of stock vLLM's two turns, in either order."""
+    lowest, highest = row["null_range"]
+    noise = max(highest, 1 / lowest)
+    return not 1 / noise <= row["ratio"] <= noise
+
+
+def mix_of(row: dict) -> str:
+    """Return the name of a row's mix, its mean tokens, and the rate and the method if they are not the usual ones."""
+    mix = f"{row['mix']}: {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
+    mix += f", {row['rate']:g} a second" * bool(row["rate"])
+    return mix + f", {row['method']}" * (row["method"] != "weft")
+
+
+def serving(lines: Rows) -> str:
+    """Return a line for the newest row of each model, mix and method: the median speedup, bold only if it is outside
+    the range of stock vLLM's two turns, and both ranges. If the rows have several dates, the text above the table names
+    the mixes of each date."""
     table = []
     mixes: dict[str, list[str]] = {}  # by date
-    for row in {tuple(row[name] for name in key): row for row in lines}.values():
+    for row in newest_of(lines):
         mixes.setdefault(row["date"], []).append(row["mix"])
-        size = f"{row['mix']}: {row['requests']} of {row['tokens_in'] // row['requests']} + {row['tokens_out'] // row['requests']}"
-        size += f", {row['rate']:g} a second" * bool(row["rate"])
-        size += f", {row['method']}" * (row["method"] != "weft")
-        latencies = [row["latency"][method] for method in (row["method"], row["baseline"])]
-        tokens = [
-            " / ".join("–" if name not in ms else f"{ms[name][0]:.1f}, {ms[name][1]:.1f}" for ms in latencies)
+        speedup = f"{row['ratio']:.2f}x"
+        ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
+        table.append([row["model"], mix_of(row), f"**{speedup}**" if beyond_noise(row) else speedup, *ranges])
+    head = ["model", "mean tokens in + out", "median speedup", "range", "stock / stock"]
+    dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
+    return f"vLLM {lines[-1]['vllm']}, {dates}:\n\n{grid(head, table)}"
+
+
+def latencies(lines: Rows) -> str:
+    """Return a line for each line of `serving`: the median and the 99th percentile of token times."""
+    table = []
+    for row in newest_of(lines):
+        latency = [row["latency"][method] for method in (row["method"], row["baseline"])]
+        times = [
+            " / ".join("–" if name not in ms else f"{ms[name][0]:.1f}, {ms[name][1]:.1f}" for ms in latency)
             for name in ("first_token_ms", "between_tokens_ms")
         ]
-        ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
-        table.append([row["model"], size, f"**{row['ratio']:.2f}x**", *ranges, *tokens])
-    newest = lines[-1]
-    head = ["model", "requests of mean tokens in + out", "median speedup", "range", "stock / stock"]
-    head += ["first token, ms", "between tokens, ms"]
-    backends = {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
+        table.append([row["model"], mix_of(row), str(row["requests"]), *times])
+    head = ["model", "mean tokens in + out", "requests", "first token, ms", "between tokens, ms"]
+    newest, backends = lines[-1], {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
     note = f"{newest['layers']} layers of random weights; stock all-reduces with FlashInfer ({', '.join(sorted(backends))})"
-    dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
-    return f"vLLM {newest['vllm']}, {newest['gpu']}, {dates}, {note}. Times: [median, 99%], weft / stock:\n\n{grid(head, table)}"
+    return f"{newest['gpu']}, {note}. Times of tokens: [median, 99%], weft / stock:\n\n{grid(head, table)}"

@@ -1007,7 +1007,7 @@ def test_a_side_stream_leaves_the_current_gpu_of_its_thread(monkeypatch: pytest.
 def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch returns its 32 streams of a priority in turn. On one of them, the programs of a fused GEMM + reduce-scatter
     that pull would wait for the GEMM after them, if the call were on the same one. A dropped World's streams return to
-    later Worlds."""
+    later Worlds under the same names: a captured stream must not become that of persistent allocations."""
     created: list[tuple[int, int]] = []
 
     def create(stream: Any, flags: int, priority: int) -> int:
@@ -1017,7 +1017,7 @@ def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -
 
     driver = SimpleNamespace(cuStreamCreateWithPriority=create)
     for module, name, value in [
-        (cuda, "driver", lambda: driver), (cuda, "_unused_streams", functools.cache(lambda device, priority: [])),
+        (cuda, "driver", lambda: driver), (cuda, "_unused_streams", functools.cache(lambda *_: [])),
         (torch.cuda, "Stream", lambda *_, **__: pytest.fail("a stream of torch")),
         (torch.cuda, "ExternalStream", lambda handle, device: handle),
         (torch.cuda, "device", lambda device: nullcontext()), (torch.cuda, "is_current_stream_capturing", bool),
@@ -1035,8 +1035,8 @@ def test_side_streams_are_no_streams_of_torch(monkeypatch: pytest.MonkeyPatch) -
     assert created == [*[(cuda.NON_BLOCKING, -1)] * 4, (cuda.NON_BLOCKING, 0)]
     del world_a
     world_c = world()
-    assert {world_c.side_stream("pull"), world_c.side_stream("copy")} == {1, 2}
-    assert world_c.side_stream("comm") == 6 and world_c.side_stream("gemm", urgent=False) == 5
+    assert [world_c.side_stream(name) for name in ("copy", "comm", "pull")] == [2, 6, 1]
+    assert [world_c.side_stream(name, urgent=False) for name in ("persistent", "gemm")] == [7, 5]
 
 
 def test_a_launch_is_loaded_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1134,10 +1134,11 @@ def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatc
         return status
 
     backend: Any = CudaBackend.__new__(CudaBackend)
-    backend.device, backend.uploads = torch.device("cpu"), SimpleNamespace(pending={})
+    backend.device, backend.uploads = torch.device("cuda", 2), SimpleNamespace(pending={})
     monkeypatch.setattr(cuda, "_driver_copy", lambda: driver_copy)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    stream, source, status = SimpleNamespace(cuda_stream=7), torch.arange(6.0).view(2, 3), 0
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream.cuda_stream, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    stream, source, status, current = SimpleNamespace(cuda_stream=7), torch.arange(6.0).view(2, 3), 0, 0
     target = torch.zeros(2, 3)
     backend.copy(target, source, stream)
     assert copied == [(target.data_ptr(), source.data_ptr(), 24, 7)] and not target.any()
@@ -1146,6 +1147,12 @@ def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatc
     status = 201  # the thread has no context
     backend.copy(target.zero_(), source, stream)
     assert len(copied) == 2 and torch.equal(target, source)
+    stream.cuda_stream, status = 0, 0  # the default stream, of GPU 2; to the driver, of the thread's current GPU 0
+    backend.copy(target.zero_(), source, stream)
+    assert len(copied) == 2 and torch.equal(target, source)
+    current = 2
+    backend.copy(target.zero_(), source, stream)
+    assert len(copied) == 3 and not target.any()
 
 
 def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

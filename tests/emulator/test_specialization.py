@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 
 import pytest
 import torch
@@ -18,6 +18,8 @@ from tests.offline.test_offline import BF, Launch, launches, specialised
 from weft import World
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.norm import Remap
+from weft.planner.prepare import sizes
+from weft.planner.search import near
 from weft.plans import (
     Decomposed,
     FusedAllReduce,
@@ -77,13 +79,12 @@ def rows_alone(world: World, m: int) -> None:
 
 
 ONE = 1, ""
-WHOLE = 2, "shards that are whole tiles of one number have a mapping without tables"
-PULLED = 3, "as WHOLE, and shards that are not whole blocks have no bulk copies"
+WHOLE = 2, "shards that are whole blocks are pulled by bulk copies"
 BLOCKS = 4, "few rows are cut in smaller blocks, so that every program has some"
 CASES: dict[str, tuple[Run, tuple[int, str]]] = {
-    "all-gather, fused": (gemm(AG, FusedGather()), PULLED),
-    "all-gather, fused, gated": (gemm(AG, FusedGather(), True), PULLED),
-    "all-gather, copied": (gemm(AG, FusedGatherByCopies()), WHOLE),
+    "all-gather, fused": (gemm(AG, FusedGather()), WHOLE),
+    "all-gather, fused, gated": (gemm(AG, FusedGather(), True), WHOLE),
+    "all-gather, copied": (gemm(AG, FusedGatherByCopies()), ONE),
     "all-gather, one shot": (gemm(AG, OneShot()), BLOCKS),
     "reduce-scatter, fused": (gemm(RS, FusedReduceScatter()), ONE),
     "reduce-scatter, decomposed": (gemm(RS, Decomposed()), ONE),
@@ -117,14 +118,11 @@ def key(launch: Launch) -> Hashable:
     return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), compile_options
 
 
-@pytest.mark.parametrize("name", some(CASES, 5))
-def test_a_new_number_of_rows_is_no_new_kernel(name: str) -> None:
-    run, (most, _) = CASES[name]
-    draw = random.Random(name)
-    sizes = [1, 2, 16, 17, 255, 256, 4096, *(draw.randint(3, 6000) for _ in range(8)), 512, 5 * 128 * RANKS]
+def keys_of(run: Run, rows: Iterable[int]) -> dict[Hashable, set[Hashable]]:
+    """Return the keys of the kernels that rank 0 launches for these numbers of rows, by the part of the call."""
 
     def all_sizes(world: World) -> None:
-        for m in sizes:
+        for m in rows:
             run(world, m)
 
     keys_by_part: dict[Hashable, set[Hashable]] = {}
@@ -132,5 +130,23 @@ def test_a_new_number_of_rows_is_no_new_kernel(name: str) -> None:
         tiled = launch.args["layout"].TILED.value if "layout" in launch.args else None
         part = launch.kernel.__name__, launch.args.get("COMPUTE"), tiled
         keys_by_part.setdefault(part, set()).add(key(launch))
-    for part, keys in keys_by_part.items():
+    return keys_by_part
+
+
+@pytest.mark.parametrize("name", some(CASES, 5))
+def test_a_new_number_of_rows_is_no_new_kernel(name: str) -> None:
+    run, (most, _) = CASES[name]
+    draw = random.Random(name)
+    rows = [1, 2, 16, 17, 255, 256, 4096, *(draw.randint(3, 6000) for _ in range(8)), 512, 5 * 128 * RANKS]
+
+    for part, keys in keys_of(run, rows).items():
         assert len(keys) <= most, f"{part}:\n" + "\n".join(map(str, sorted(keys, key=str)))
+
+
+def test_prepare_compiles_every_kernel_of_a_plan() -> None:
+    """The sizes between 3,970 and 4,096 rows share a plan, and shards of 2,016 rows are whole blocks but part tiles."""
+    prepared = [m for m in sizes(4096, RANKS, RANKS) if near(m, RANKS) == 4096]
+    assert len(prepared) == 2 and near(2 * 2016, RANKS) == 4096
+    for name in ("all-gather, fused", "all-gather, copied"):
+        run = CASES[name][0]
+        assert keys_of(run, prepared) == keys_of(run, [*prepared, 2 * 2016]), name

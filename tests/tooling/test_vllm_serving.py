@@ -149,11 +149,15 @@ def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
         )  # fmt: skip
 
     page = vllm_page.serving([row(1.5), row(1.02)])
-    assert "(trtllm)" in page and "1.50x" not in page and "NVIDIA H100, 2026-11-26, 16 layers" in page
+    assert page.startswith("vLLM 0.26.0, 2026-11-26:") and "1.50x" not in page
     page_of_dates = vllm_page.serving([row(1.5, "prompts"), row(1.02), row(1.1, "prompts", "2026-11-27")])
-    assert "2026-11-26 (decode), 2026-11-27 (prompts), 16 layers" in page_of_dates and "1.50x" not in page_of_dates
-    cells = "| Llama-8B | decode: 8 of 128 + 64 | **1.02x** | 0.99–1.04 | 0.98–1.01 | 10.0, 20.0 / 10.0, 20.0 |"
-    assert cells in page
+    assert "2026-11-26 (decode), 2026-11-27 (prompts):" in page_of_dates and "1.50x" not in page_of_dates
+    assert "| Llama-8B | decode: 128 + 64 | 1.02x | 0.99–1.04 | 0.98–1.01 |" in page
+    assert "**1.10x**" in page_of_dates  # 1.02x is not bold, because the inverse of 0.98 is larger
+    times = vllm_page.latencies([row(1.02)])
+    assert (
+        "16 layers" in times and "(trtllm)" in times and "| decode: 128 + 64 | 8 | 10.0, 20.0 / 10.0, 20.0 |" in times
+    )
 
 
 def test_an_engines_process_imports_no_torch_before_its_environment_is_set() -> None:

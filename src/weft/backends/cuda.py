@@ -64,9 +64,10 @@ def _ledgers(device: torch.device) -> Ledgers:
 
 
 @functools.cache
-def _unused_streams(device: torch.device, priority: int) -> list[torch.cuda.Stream]:
-    """Return the list of dropped Worlds' streams. Later Worlds use them, because torch's allocator may record events on
-    a stream at any later time, so a stream is never destroyed."""
+def _unused_streams(device: torch.device, name: str, priority: int) -> list[torch.cuda.Stream]:
+    """Return the list of dropped Worlds' streams of one name. Later Worlds use them, because torch's allocator may
+    record events on a stream at any later time, so a stream is never destroyed. They keep their name, because the
+    stream of persistent allocations must never have been captured."""
     return []
 
 
@@ -214,7 +215,7 @@ class GpuBackend(Backend):
     def side_stream(self, name: str, urgent: bool = True) -> torch.cuda.Stream:
         if name not in self._streams:
             priority = -1 if urgent else 0
-            unused = _unused_streams(self.device, priority)
+            unused = _unused_streams(self.device, name, priority)
             stream = self._streams[name] = unused.pop() if unused else _new_stream(self.device, priority)
             weakref.finalize(self, unused.append, stream).atexit = False
         return self._streams[name]
@@ -322,10 +323,12 @@ class GpuBackend(Backend):
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Copy by CUDA's driver, which needs less host time than torch, and does not need the stream to be current. If
         the driver refuses, as in a thread that has not used this GPU, torch copies or raises an error."""
-        contiguous = dst.is_contiguous() and src.is_contiguous()
+        contiguous, handle = dst.is_contiguous() and src.is_contiguous(), stream.cuda_stream
         if self.uploads.pending:
             self.uploads.precede(stream)
-        if not contiguous or _driver_copy()(dst.data_ptr(), src.data_ptr(), dst.nbytes, stream.cuda_stream):
+        # The handle of every GPU's default stream is 0; the driver takes it as the current GPU's default stream.
+        by_torch = not contiguous or (handle == 0 and torch._C._cuda_getDevice() != self.device.index)
+        if by_torch or _driver_copy()(dst.data_ptr(), src.data_ptr(), dst.nbytes, handle):
             self.call(lambda: dst.copy_(src, non_blocking=True), [src], [dst], stream)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -387,7 +390,7 @@ class GpuBackend(Backend):
 def _driver_copy() -> Callable[[int, int, int, int], int]:
     """Return the driver's copy from one GPU address to another: a function of the destination, the source, the number
     of bytes and the stream, which returns 0 unless it fails."""
-    copy = ctypes.CDLL("libcuda.so.1").cuMemcpyDtoDAsync_v2
+    copy = driver().cuMemcpyDtoDAsync_v2
     copy.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     return copy
 

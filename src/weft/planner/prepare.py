@@ -14,7 +14,8 @@ from .search import near
 
 def sizes(rows: int, multiple: int, world: int) -> list[int]:
     """Return multiples of `multiple` up to `rows`, in descending order: the two largest multiples for each plan. If the
-    largest multiple has shards of whole tiles, the second one may not, and then needs a separately compiled kernel."""
+    chunks of the largest multiple are whole blocks, those of the second one may not be, and then a fused gather needs a
+    separately compiled kernel."""
     by_planned_size: dict[int, list[int]] = {}
     for m in range(rows // multiple * multiple, 0, -multiple):
         by_planned_size.setdefault(near(m, world), []).append(m)

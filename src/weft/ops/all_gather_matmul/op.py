@@ -226,8 +226,8 @@ def all_gather_matmul(
 
     Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
     (sequential), M K / W + M K elements (decomposed, and fused with copy engines), M K elements (flag-gated), 2 M K
-    elements (fused) or 3 M K elements (one shot, for few rows). Sequential and one-shot plans also use [M, K] elements
-    of ordinary memory during the call.
+    elements with rows rounded up to whole tiles (fused) or 3 M K elements (one shot, for few rows). Sequential and
+    one-shot plans also use [M, K] elements of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: a shape, dtype or device is invalid; the message quotes it.

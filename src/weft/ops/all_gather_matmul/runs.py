@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -22,7 +24,7 @@ from ...backends import library_gemm
 from ...kernel_launch import Ahead, BoundLaunch, Launch, Matrix, Moved
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...lang.mapping import StaticMapping, TableMapping
+from ...lang.mapping import TableMapping
 from ...plans import (
     Decomposed,
     FlagGated,
@@ -153,28 +155,31 @@ def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
     )
 
 
-def _chunks(shards: Sequence[int], bm: int) -> list[list[int]]:
-    """Return, for each tile of bm rows, the ranks of the shards with rows in the tile."""
-    ends = list(itertools.accumulate(shards))
-    starts = range(0, ends[-1], bm)
-    return [[r for r, end in enumerate(ends) if max(lo, end - shards[r]) < min(lo + bm, end)] for lo in starts]
+def _tiles(shards: Sequence[int], bm: int) -> list[range]:
+    """Return, for each rank, the tiles of bm rows that contain rows of the rank's shard."""
+    bounds = itertools.pairwise([0, *itertools.accumulate(shards)])
+    return [range(lo // bm, -(-hi // bm)) if lo < hi else range(0) for lo, hi in bounds]
 
 
-def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) -> StaticMapping | TableMapping:
+def _arrivals(tiles: Sequence[range], parts: int) -> list[int]:
+    """Return, for each tile, the number of parts of its chunks. Every rank has one chunk in each of its tiles."""
+    return [parts * chunks for chunks in Counter(itertools.chain(*tiles)).values()]
+
+
+def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) -> TableMapping:
     """Return the mapping in which every tile waits for one channel: the tile's own channel, which `parts` parts of each
-    of its chunks notify, or, with None, the channel of the rank whose rows of the tile arrive last. If shards are not
-    equal or not whole tiles, the mapping consists of tables. If it had the lengths as integers, Triton would compile a
-    kernel for each set of lengths."""
+    of its chunks notify, or, with None, the channel of the rank whose rows of the tile arrive last. The mapping
+    consists of tables for shards of every length, because a StaticMapping for some would be one more kernel to
+    compile."""
     rows, size = sum(shards), world.size
-    if len(set(shards)) == 1 and shards[0] % bm == 0:
-        channel_rows, arrivals = (shards[0], 1) if parts is None else (bm, parts)
-        return StaticMapping.over(rows, size, tile_rows=bm, channel_rows=channel_rows, arrivals=arrivals)
-    chunks = _chunks(shards, bm)
-    last = [max(ranks, key=lambda rank: (rank - world.rank) % size) for ranks in chunks]
-    channels = last if parts is None else range(len(chunks))
-    arrivals_of = [1] * size if parts is None else [parts * len(ranks) for ranks in chunks]
-    rows_lo = range(0, rows, bm)
-    rows_hi = [min(lo + bm, rows) for lo in rows_lo]
+    tiles, rows_lo = _tiles(shards, bm), range(0, rows, bm)
+    last = [0] * len(rows_lo)
+    for rank in (world.rank, *world.other_ranks):  # in the order in which shards arrive
+        for tile in tiles[rank]:
+            last[tile] = rank
+    channels = last if parts is None else range(len(rows_lo))
+    arrivals_of = [1] * size if parts is None else _arrivals(tiles, parts)
+    rows_hi = [*rows_lo[1:], rows]
     tables = world.words(rows_lo, rows_hi, last, channels, [channel + 1 for channel in channels], arrivals_of)
     return TableMapping(*tables)._replace(single=tl.constexpr(True))
 
@@ -189,9 +194,8 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
     tile, then `ready`."""
 
     def make() -> tuple[BlockChannel, torch.Tensor]:
-        shards, chunks = call.shards, _chunks(call.shards, plan.tile.block_m)
-        own_chunks = sum(world.rank in ranks for ranks in chunks)
-        arrivals = [*(parts * len(ranks) for ranks in chunks), parts * own_chunks + 1]
+        shards, tiles = call.shards, _tiles(call.shards, plan.tile.block_m)
+        arrivals = [*_arrivals(tiles, parts), parts * len(tiles[world.rank]) + 1]
         name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
         ch = world.channel(name, len(arrivals), _mapping(world, shards, plan.tile.block_m, parts), arrivals)
         return ch, _offsets(world, shards)
@@ -231,7 +235,7 @@ def _pulled_launch(
     parts = -(-16 // plan.split) * plan.split  # the own shard's chunks are copied in this many parts
     ch, offsets = _pull_channel(world, call, plan, parts)
     view, granules = flat(world, arena.memory)
-    whole_blocks = all(end * k % (plan.split * rows * cols) == 0 for end in (bm, *itertools.accumulate(call.shards)))
+    whole_blocks = math.gcd(bm, *call.shards) * k % (plan.split * rows * cols) == 0
     bulk = whole_blocks and view is not None and half % cols == 0
     blocks = block_rows(tile, call.scaling), bk
     whole_arena = Matrix(half // k + call.rows, k, blocks)

@@ -168,10 +168,10 @@ def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[B
         begins, tiles_m = [-(-row // bm) for row in offsets], -(-call.m // bm)
         runs = [range(r, tiles_m, size) if call.everywhere else range(begins[r], begins[r + 1]) for r in range(size)]
         steps = max(map(len, runs))
-        owners = [[(world.rank + 1 + i) % size for i in range(size)] for _ in range(steps)]
-        order = [runs[r][step] for step, ranks in enumerate(owners) for r in ranks if step < len(runs[r])]
+        owners = (*world.other_ranks, world.rank)
+        order = [runs[r][step] for step in range(steps) for r in owners if step < len(runs[r])]
         positions = [step for tm in range(tiles_m) for run in runs if tm in run for step in [run.index(tm)]]
-        reaching = [sum(step < len(run) for run in runs) for step in range(steps)]
+        reaching = [positions.count(step) for step in range(steps)]
         tables = Runs(*world.words(offsets, order, positions, [steps, *reaching]))
         counters = 3 * steps * -(-call.n // plan.tile.block_n)
         ch = world.channel(f"{call.op} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}", counters, None)
