@@ -4,11 +4,12 @@ emulated ranks. The models are written like vLLM's. The greenlet identifies the 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import greenlet
 import pytest
@@ -18,7 +19,7 @@ from torch import nn
 
 import weft
 from tests.emulated.cases_fp8 import dequantized, scaled
-from weft.integrations.vllm import compare, flashinfer, fp8, interface, plugin, served, start, twin
+from weft.integrations.vllm import compare, flashinfer, fp8, interface, pieces, plugin, served, start, twin
 
 BF = torch.bfloat16
 H, INNER, HEADS, EXPERTS = 64, 96, 64, 4
@@ -55,7 +56,10 @@ _configs: dict[int, Any] = {}
 
 def get_forward_context() -> Any:
     """Return the context of the current rank's pass."""
-    return _contexts.setdefault(id(current_world()), SimpleNamespace(slot_mapping={}))
+    return _contexts.setdefault(
+        id(current_world()),
+        SimpleNamespace(slot_mapping={}, cudagraph_runtime_mode=CUDAGraphMode.NONE, batch_descriptor=None),
+    )
 
 
 @contextmanager
@@ -77,6 +81,56 @@ def override_forward_context(forward_context: Any) -> Iterator[None]:
         yield
     finally:
         _contexts[key] = outer_context
+
+
+class CUDAGraphMode:
+    NONE, PIECEWISE = "NONE", "PIECEWISE"
+
+    def has_piecewise_cudagraphs(self) -> bool:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    num_tokens: int
+
+
+cudagraph_capturing_enabled = False
+
+
+def set_cudagraph_capturing_enabled(enabled: bool) -> None:
+    global cudagraph_capturing_enabled
+    cudagraph_capturing_enabled = enabled
+
+
+@contextmanager
+def graph_capture(device: Any) -> Iterator[None]:
+    yield
+
+
+class CUDAGraphWrapper:
+    """A piece of a compiled model. A replay reads the tensors of the capture, as a CUDA graph does."""
+
+    _all_instances: ClassVar[weakref.WeakSet[CUDAGraphWrapper]] = weakref.WeakSet()
+
+    def __init__(self, runnable: Callable[..., Any]) -> None:
+        self.runnable, self.captures, self.graph_pool = runnable, 0, "vLLM's"
+        self.concrete_cudagraph_entries: dict[Any, Any] = {}
+        self._all_instances.add(self)
+
+    def clear_graphs(self) -> None:
+        self.concrete_cudagraph_entries.clear()
+
+    def __call__(self, *args: Any) -> Any:
+        context = get_forward_context()
+        if context.cudagraph_runtime_mode != CUDAGraphMode.PIECEWISE:
+            return self.runnable(*args)
+        entries = self.concrete_cudagraph_entries
+        if context.batch_descriptor not in entries:
+            assert cudagraph_capturing_enabled
+            entries[context.batch_descriptor] = args
+            self.captures += 1
+        return self.runnable(*entries[context.batch_descriptor])
 
 
 class CustomOp(nn.Module):
@@ -488,11 +542,14 @@ def config(make: Callable[[], nn.Module], **changes: Any) -> Any:
 
 PLACES: dict[str, tuple[Any, ...]] = {
     "vllm": (),
-    "vllm.config": (set_current_vllm_config,),
-    "vllm.forward_context": (get_forward_context, override_forward_context),
+    "vllm.config": (set_current_vllm_config, CUDAGraphMode),
+    "vllm.forward_context": (get_forward_context, override_forward_context, BatchDescriptor),
     "vllm.model_executor.custom_op": (CustomOp,),
     "vllm.v1.worker.ubatch_utils": (UBatchSlice, split_attn_metadata),
     "vllm.compilation.wrapper": (TorchCompileWithNoGuardsWrapper,),
+    "vllm.compilation.cuda_graph": (CUDAGraphWrapper,),
+    "vllm.compilation.monitor": (set_cudagraph_capturing_enabled,),
+    "vllm.distributed.parallel_state": (graph_capture,),
     "vllm.distributed": (tensor_model_parallel_all_reduce, get_tp_group),
     "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),
     "vllm.model_executor.layers.linear": (RowParallelLinear, ColumnParallelLinear, UnquantizedLinearMethod),
@@ -508,7 +565,7 @@ PLACES: dict[str, tuple[Any, ...]] = {
 @contextmanager
 def served_by_plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """Install the modules as in vLLM 0.32, for a plugin whose ranks are emulated."""
-    for module in (flashinfer, fp8, plugin, start, twin):
+    for module in (flashinfer, fp8, pieces, plugin, start, twin):
         monkeypatch.setattr(module, "gather_objects", lambda value, group: group.world.exchange(value))
     loaded: list[served.ServedModel] = []
     for module in (plugin, start, served):
@@ -530,7 +587,6 @@ def installed() -> Iterator[dict[str, ModuleType]]:
         for thing in things:
             setattr(modules[name], thing.__name__, thing)
     before = {name: sys.modules.get(name) for name in modules}
-    modules["vllm.config"].CUDAGraphMode = SimpleNamespace(NONE=None)  # type: ignore[attr-defined]
     methods = [
         (BaseModelLoader, "load_model"), (Worker, "determine_available_memory"), (Worker, "compile_or_warm_up_model")
     ]  # fmt: skip

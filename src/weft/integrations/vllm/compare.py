@@ -2,12 +2,12 @@
 model with and without its operators, in the mode in which requests run, at both ends of ranges of tokens up to the
 engine's limit.
 
-A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back.
-A form (`PASS_FORMS`) is chosen for a range if it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends;
-if several forms are, the fastest is chosen. If another form is faster at the high end, the range is divided
-(`Comparison.divided`). Ranges are compared in descending order, and forms that cannot win in the lower ranges are not
-timed there (`Comparison.hopeful`). The ranges are stored together with everything that the times depend on, so that
-later starts time nothing.
+A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back,
+or, with weft's operators, the graphs of their pieces (pieces.py). A form (`PASS_FORMS`) is chosen for a range if it is
+at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if several forms are, the fastest is chosen. If
+another form is faster at the high end, the range is divided (`Comparison.divided`). Ranges are compared in descending
+order, and forms that cannot win in the lower ranges are not timed there (`Comparison.hopeful`). The ranges are stored
+together with everything that the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -203,10 +203,16 @@ class Comparison:
     def time(self, tokens: int, chosen: PassWay, forms: Sequence[Plan], mode: str) -> Times:
         """Return the times of passes of `tokens` tokens in the way that is chosen so far, in these forms, and of
         vLLM's own pass."""
+        if mode == "eager":  # all forms run before the first capture
+            for form in dict.fromkeys((chosen, *forms)):
+                self.passes.serve(() if isinstance(form, str) else [(tokens, tokens, form)])
+                self.passes.warm_up(tokens, lambda: self.run(tokens))
         # A Chooser times each size once, and a range of one size needs two trials.
         chooser = Chooser(back_to_back, self.passes.world.backend.capturing, self.passes.world)
         trial = chooser.trial(choice(self.passes, tokens, chosen, (VLLM, *forms), mode, self.run))
         assert trial is not None
+        if self.passes.graphs is not None:
+            self.passes.graphs.keep(set())
         if mode == "eager":
             self.vllm = min(self.vllm, trial.times[VLLM].gpu)
             for form in forms:
@@ -246,6 +252,9 @@ def choice(
             in_way(way)
             in_way(way)  # weft prepares a plan for graphs at the second call of a size
             graphs[way] = captured(passes, lambda: in_way(way))
+        else:
+            in_way(way)
+            passes.capture(tokens, lambda: run(tokens))
 
     def once(way: PassWay) -> None:
         graphs[way].replay() if mode == "graph" else in_way(way)

@@ -40,6 +40,14 @@ OPTIONAL = {
     "token_slices": "vllm.v1.worker.ubatch_utils:UBatchSlice.__init__(self, request_slice, token_slice)",
     "worker": "vllm.v1.worker.worker_base:WorkerBase.get_model(self)",
 }
+CAPTURES = {  # without one of them, weft captures no passes beside vLLM's own (pieces.py)
+    "wrapper": "vllm.compilation.cuda_graph:CUDAGraphWrapper.clear_graphs(self)",
+    "batch": "vllm.forward_context:BatchDescriptor.__init__(self, num_tokens)",
+    "graph_mode": "vllm.config:CUDAGraphMode.has_piecewise_cudagraphs(self)",
+    "capture": "vllm.distributed.parallel_state:graph_capture(device)",
+    "allow_captures": "vllm.compilation.monitor:set_cudagraph_capturing_enabled(enabled)",
+}
+OPTIONAL |= CAPTURES
 COMMUNICATING = (  # Python modules with functions that layers call to communicate; such calls appear in no nn.Module
     "vllm.models.common.ops.fused_allreduce_rms_norm",
     "vllm.models.common.ops.gemm_rs_ar",

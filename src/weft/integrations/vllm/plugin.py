@@ -29,8 +29,18 @@ from ...world import World
 from .. import switched_off
 from . import compare, flashinfer, fp8, layers
 from .dataflow import Flow, calls_of, first_sentence, flow_of, stacks
-from .interface import COMMUNICATING, FP8_METHODS, Interface, VllmObject, gather_objects, option, read_interface
+from .interface import (
+    CAPTURES,
+    COMMUNICATING,
+    FP8_METHODS,
+    Interface,
+    VllmObject,
+    gather_objects,
+    option,
+    read_interface,
+)
 from .layers import Classes
+from .pieces import PieceGraphs
 from .row_norm_column import PASS_FORMS
 from .served import ServedModel, models, text
 from .start import hook_worker
@@ -379,6 +389,9 @@ def passes_of(candidates: Candidates, classes: Classes, interface: Interface, re
     max_tokens = config.scheduler_config.max_num_batched_tokens
     context = interface.objects["context"]
     passes = Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    if CAPTURES.keys() <= interface.objects.keys() and not getattr(candidates.stack, "do_not_compile", True):
+        passes.graphs = PieceGraphs(interface.objects, report.group, world.device, max_tokens)
+        world.max_captured_rows = max_tokens
     why = ""
     try:
         passes.woven = woven_pass(candidates.stack, served_modules, world, config, classes, interface.objects)

@@ -167,8 +167,13 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         passes.serve(won)
         if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
             passes.woven.release()
-        for tokens in passes.warm_ups():
-            run(tokens)
+        graphs = passes.graphs
+        timed_in_graphs = graphs is not None and (graphs.why_not is None or graphs.worked)
+        for step in (passes.warm_up, passes.capture):
+            for tokens in passes.warm_ups():
+                step(tokens, functools.partial(run, tokens))
+        if timed_in_graphs:
+            passes.leave_uncaptured()
         passes.world.wait_for_streams()
 
 

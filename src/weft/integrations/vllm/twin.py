@@ -15,7 +15,7 @@ model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile 
 4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and multiples of
    STEP above these. GEMMs compute whole tiles of 128 rows anyway, and the compared times include the padding. The
    model runs with every size, and with padding, before the first request. So everything that depends on the number of
-   tokens (kernels, plans, channels, tables, workspaces) exists by then, and no request creates anything new.
+   tokens (kernels, plans, channels, tables, workspaces, graphs) exists by then, and no request creates anything new.
 
 A compiler pass for only some ranges of tokens (`compile_ranges_endpoints`) would save the second trace. But vLLM fixes
 such ranges before weft can time anything, and they change vLLM's own graphs and cache keys. A compiler pass would also
@@ -25,10 +25,11 @@ modules. And an engine without compilation runs no compiler passes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ from .interface import VllmObject, gather_objects
 from .row_norm_column import WovenLayers, forms
 
 if TYPE_CHECKING:
+    from .pieces import PieceGraphs
     from .woven import WovenPass
 
 STEP = 128  # the step, in tokens, between the sizes that have no graph
@@ -113,8 +115,8 @@ class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
     that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` maps
     each number of tokens to the padded number with which the twin runs, or to 0 for vLLM's own pass. `names` are the
-    names of the arguments of a pass. `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is
-    the reason."""
+    names of the arguments of a pass. `graphs` are those of sizes that vLLM does not capture; None if there can be none.
+    `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is the reason."""
 
     stack: VllmObject
     twin: VllmObject
@@ -122,6 +124,7 @@ class Passes:
     context: Callable[[], VllmObject]
     max_tokens: int
     captured: tuple[int, ...] = ()
+    graphs: PieceGraphs | None = None
     woven: WovenPass | None = None
     unwoven: str | None = None
 
@@ -180,6 +183,8 @@ class Passes:
 
     def remove(self) -> None:
         """Restore the stack as if weft were not installed."""
+        if self.graphs is not None:
+            self.graphs.keep(set())  # torch.compile may hold the twin's pieces
         if self.woven is not None:
             self.woven.release()
         self.stack.__class__ = self.own_class
@@ -192,14 +197,52 @@ class Passes:
 
     def run(self, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]) -> VllmObject:
         """Run the twin with `size` tokens; all tokens after the first `tokens` are padding."""
-        if isinstance(form := forms(self.world).get(size), WovenLayers):
+        form = forms(self.world)[size]
+        if isinstance(form, WovenLayers):
             return self.run_woven(form, size, tokens, args, kwargs)
-        if size == tokens:
+        in_graphs: AbstractContextManager[None]
+        if self.graphs is not None and self.graphs.fit((size, form), self.named(args, kwargs)):
+            argument = functools.partial(self.graphs.fixed, size=size)
+            in_graphs = self.graphs.replayed(self.context(), (size, form))
+        elif size == tokens:
             return self.twin(*args, **kwargs)
-        rows = [padded(name, value, size - tokens) for name, value in zip(self.names, args, strict=False)]
-        named_rows = {name: padded(name, value, size - tokens) for name, value in kwargs.items()}
-        with padded_slots(self.context(), size - tokens):
+        else:
+            argument, in_graphs = functools.partial(padded, further=size - tokens), nullcontext()
+        rows = [argument(name, value) for name, value in zip(self.names, args, strict=False)]
+        named_rows = {name: argument(name, value) for name, value in kwargs.items()}
+        with padded_slots(self.context(), size - tokens), in_graphs:
             return first_rows(self.twin(*rows, **named_rows), tokens)
+
+    def warm_up(self, tokens: int, one_pass: Callable[[], object]) -> None:
+        """Run a pass of this number of tokens until all that it needs exists, except graphs. The call is collective."""
+        one_pass()
+        if self.key_of_graphs(tokens) is not None:
+            one_pass()  # weft prepares a plan for graphs at the second call of a size
+
+    def capture(self, tokens: int, one_pass: Callable[[], object]) -> None:
+        """Capture the pieces of a pass of this number of tokens, unless vLLM captures its size. All passes that may
+        need more memory must have run, since weft drops prepared calls when memory grows. The call is collective."""
+        if (key := self.key_of_graphs(tokens)) is not None and self.graphs is not None:
+            self.graphs.capture(key, one_pass)
+
+    def key_of_graphs(self, tokens: int) -> tuple[int, Plan] | None:
+        """Return the size and form of a pass of this number of tokens; None if weft captures no pieces of it."""
+        size = self.sizes[tokens]
+        if self.graphs is None or not size or size in self.captured:
+            return None
+        form = forms(self.world)[size]
+        return None if isinstance(form, WovenLayers) else (size, form)
+
+    def leave_uncaptured(self) -> None:
+        """Leave to vLLM the passes whose graphs were timed but could not be captured now, because without graphs the
+        host may need longer. Raises WeftError if all passes have to run in one way."""
+        if self.graphs is None or not self.graphs.possible:
+            return
+        lost = {t for t in range(len(self.sizes)) if self.key_of_graphs(t) not in (None, *self.graphs.captured)}
+        if lost and self.world.batch_invariant:
+            raise WeftError(f"batch invariance needs one way for all, and some have no graphs: {self.graphs.why_not}")
+        for tokens in lost:
+            self.sizes[tokens] = 0
 
     def run_woven(
         self, form: WovenLayers, size: int, tokens: int, args: Sequence[VllmObject], kwargs: Mapping[str, VllmObject]
@@ -241,6 +284,9 @@ def padded(name: str, rows: Tensor | None, further: int) -> Tensor | None:
 def padded_slots(context: VllmObject, further: int) -> Iterator[None]:
     """Set the slot of padding tokens in the KV cache to -1 (none), as in vLLM, while the context is active. Otherwise
     some kernels would write a slot for each padding token."""
+    if not further:
+        yield
+        return
     slots, padding = context.slot_mapping, getattr(context, "is_padding", None)
     tensors = {id(t): t for t in (slots or {}).values()}
     longer = {key: pad(t, (0, further), value=-1) for key, t in tensors.items()}
