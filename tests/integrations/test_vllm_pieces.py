@@ -100,6 +100,35 @@ def test_a_failed_capture_on_one_rank_leaves_all_ranks_without_graphs() -> None:
         assert "captures passes of 0 sizes beyond vLLM's, and no more: OutOfMemoryError: no memory for graphs" in text
 
 
+def test_a_form_that_cannot_be_captured_runs_without_graphs() -> None:
+    """Another form keeps its graphs. The errors of a form are known from its comparison, so its passes, which were
+    timed without graphs, stay weft's."""
+    objects = read_interface().objects
+    group: Any = SimpleNamespace(world=SimpleNamespace(exchange=lambda value: [value]))
+    graphs = PieceGraphs(objects, group, torch.device("cpu"), MOST)
+    context = standin.BatchDescriptor(0)
+    wrapper = standin.CUDAGraphWrapper(lambda: None)
+
+    def one_pass(form: Any) -> None:
+        if form == PASS_FORMS[2]:
+            raise RuntimeError("cannot be captured. Further words")
+        (descriptor,) = (value for key, value in graphs.captured.items() if key[1] == form)
+        wrapper.concrete_cudagraph_entries[descriptor] = context
+
+    for form in (PASS_FORMS[2], PASS_FORMS[0]):
+        graphs.capture((MOST, form), functools.partial(one_pass, form))
+    assert list(graphs.captured) == [(MOST, PASS_FORMS[0])] and graphs.why_not is None
+    assert graphs.text().endswith(f"; none by {PASS_FORMS[2]}: RuntimeError: cannot be captured"), graphs.text()
+    keys = {tokens: (MOST, PASS_FORMS[2] if tokens < 3 else PASS_FORMS[0]) for tokens in range(1, 5)}
+    passes: Any = SimpleNamespace(graphs=graphs, sizes=[0, *[MOST] * 4], key_of_graphs=keys.get)
+    passes.world = SimpleNamespace(batch_invariant=False)
+    Passes.leave_uncaptured(passes)
+    assert passes.sizes == [0, *[MOST] * 4]
+    graphs.keep(set())
+    Passes.leave_uncaptured(passes)
+    assert passes.sizes == [0, MOST, MOST, 0, 0]
+
+
 def test_no_rank_captures_if_one_rank_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's context of captures is collective, so a rank that entered it alone would wait forever."""
     lacking = lambda graphs: "0 MiB would be free" if graphs.group.rank_in_group == 1 else ""  # noqa: E731

@@ -30,8 +30,8 @@ Key = tuple[int, Plan]  # a number of tokens and a form
 class PieceGraphs:
     """The graphs of one model's pieces. vLLM's wrapper keeps a graph for each `batch_descriptor` of a pass; `captured`
     maps each captured size and form to its descriptor. A graph reads the tokens from `inputs`. If weft captures no more
-    pieces, `why_not` is the reason; `worked` is true once all ranks have captured a pass. `wrapper` is a wrapper that
-    has graphs.
+    pieces, `why_not` is the reason; `failures` contains the errors of the forms that cannot be captured, and `worked`
+    the forms that all ranks have captured once. `wrapper` is a wrapper that has graphs.
 
     `pool` is the memory of the graphs. torch cannot capture into a pool whose graphs are all dropped while a tensor in
     it (such as cuBLAS's workspace) still exists. vLLM's own pool therefore stays unused, and after the last graph is
@@ -48,7 +48,8 @@ class PieceGraphs:
     pool: VllmObject = None
     stream: torch.cuda.Stream | None = None
     is_capturing: bool = False
-    worked: bool = False
+    failures: dict[Plan, str] = field(default_factory=dict)
+    worked: set[Plan] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         # Two forms of one size differ, and none equals a descriptor of vLLM's own passes.
@@ -61,6 +62,12 @@ class PieceGraphs:
     def possible(self) -> bool:
         """Whether vLLM may capture pieces, in another start if not in this one."""
         return self.why_not != NO_PIECES
+
+    def text(self) -> str:
+        """Return the report's line."""
+        line = f"captures passes of {len(self.captured)} sizes beyond vLLM's"
+        line += f", and no more: {self.why_not}" if self.why_not else ""
+        return line + "".join(f"; none by {form}: {error}" for form, error in self.failures.items())
 
     def fit(self, key: Key, arguments: Mapping[str, VllmObject]) -> bool:
         """Return whether graphs of this size and form exist and can read a pass's arguments: one id and one position
@@ -102,9 +109,10 @@ class PieceGraphs:
         """Capture the pieces of a size and form in a pass, unless any rank fails. The call is collective; a capture
         runs no kernel of weft's, so no rank waits for a rank that fails. Everything that the pass needs must exist, and
         stay as it is: the graphs contain its addresses."""
-        if self.why_not is not None or key in self.captured:
+        if self.why_not is not None or key[1] in self.failures or key in self.captured:
             return
-        if self.failed(self.lack_of_memory()):  # vLLM's `graph_capture` is collective, so no rank may enter it alone
+        self.why_not = self.first_error(self.lack_of_memory())  # vLLM's `graph_capture` is collective
+        if self.why_not is not None:
             return
         descriptor = self.captured[key] = self.descriptor(num_tokens=key[0])
         error = ""
@@ -117,15 +125,19 @@ class PieceGraphs:
                 error = NO_PIECES
         except Exception as failed:  # of CUDA, vLLM or weft
             error = f"{type(failed).__name__}: {first_sentence(failed)}"
-        if self.failed(error):
-            self.keep(self.captured.keys() - {key})
+        first_error = self.first_error(error)
+        if first_error is None:
+            self.worked.add(key[1])
+            return
+        self.keep(self.captured.keys() - {key})
+        if first_error == NO_PIECES or first_error.startswith(torch.OutOfMemoryError.__name__):
+            self.why_not = first_error
         else:
-            self.worked = True
+            self.failures[key[1]] = first_error
 
-    def failed(self, error: str) -> bool:
-        """Return whether any rank has an error; then no rank captures more. The call is collective."""
-        self.why_not = next(filter(None, gather_objects(error, self.group)), None)
-        return self.why_not is not None
+    def first_error(self, error: str) -> str | None:
+        """Return the error of the first rank that has one, None if no rank has. The call is collective."""
+        return next(filter(None, gather_objects(error, self.group)), None)
 
     def lack_of_memory(self) -> str:
         """Return an error if the GPU has too little free memory for a capture, or "". The first capture needs as much

@@ -69,9 +69,8 @@ class ServedModel:
         if self.passes is not None and self.passes.unwoven is not None:
             lines.append(f"  runs no pass in two parts over whole layers: {self.passes.unwoven}")
         lines += [f"  compared in {self.seconds:.0f} s"] if self.seconds else []
-        if self.passes is not None and (graphs := self.passes.graphs) is not None:
-            why = f", and no more: {graphs.why_not}" if graphs.why_not else ""
-            lines.append(f"  captures passes of {len(graphs.captured)} sizes beyond vLLM's{why}")
+        if self.passes is not None and self.passes.graphs is not None:
+            lines.append(f"  {self.passes.graphs.text()}")
         lines += [f"  {compared.line()}" for compared in self.ranges or ()]
         lines += [f"  {name}: {count} calls decided, by {plan}" for (name, plan), count in self.decided().items()]
         if self.counts is not None and self.world is not None:

@@ -235,12 +235,15 @@ class Passes:
 
     def leave_uncaptured(self) -> None:
         """Leave to vLLM the passes whose graphs were timed but could not be captured now, because without graphs the
-        host may need longer. Raises WeftError if all passes have to run in one way."""
-        if self.graphs is None or not self.graphs.possible:
+        host may need longer. Passes in a form that was never captured were timed without. Raises WeftError if all
+        passes have to run in one way."""
+        if (graphs := self.graphs) is None or not graphs.possible:
             return
-        lost = {t for t in range(len(self.sizes)) if self.key_of_graphs(t) not in (None, *self.graphs.captured)}
+        never = graphs.failures.keys() - graphs.worked
+        keys = {tokens: key for tokens in range(len(self.sizes)) if (key := self.key_of_graphs(tokens)) is not None}
+        lost = [tokens for tokens, key in keys.items() if key not in graphs.captured and key[1] not in never]
         if lost and self.world.batch_invariant:
-            raise WeftError(f"batch invariance needs one way for all, and some have no graphs: {self.graphs.why_not}")
+            raise WeftError(f"batch invariance needs one way for all, and some have no graphs: {graphs.text()}")
         for tokens in lost:
             self.sizes[tokens] = 0
 
