@@ -210,7 +210,7 @@ class Fused(Plan):
 @dataclass(frozen=True)
 class FusedGather(Fused):
     """All-gather + GEMM in one launch: some programs pull the peers' shards; the others compute tiles, and wait for the
-    chunks of block_m rows that a tile reads (ops/all_gather_matmul/kernels.py).
+    chunks of at most block_m rows that a tile reads (ops/all_gather_matmul/kernels.py).
 
     per_sm: programs of the launch on every SM. flatten: the loops over tiles and over K are one loop, so that a tile's
     epilogue overlaps the next tile's loads. pull_programs: programs that pull; `split` of them share a chunk. Each of
@@ -227,7 +227,7 @@ class FusedGather(Fused):
 
 @dataclass(frozen=True)
 class FusedGatherByCopies(Fused):
-    """All-gather + GEMM in one launch, which waits before each tile for the shard that a copy engine pulls.
+    """All-gather + GEMM in one launch, which waits before each tile for the shards that a copy engine pulls.
 
     per_sm, flatten: as in FusedGather.
     """

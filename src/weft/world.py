@@ -53,8 +53,8 @@ Lost = TypeVar("Lost", Timeout, Mismatch)
 _MISSING = object()
 PATIENCE = 1e-3  # the seconds for which a rank waits for the other ranks before a call that it makes for the first time
 LATE = 16  # a rank makes at most LATE first calls ahead of the slowest rank
-# A World keeps at most so many sequences. 400 shapes of a decomposed gather occupied 92 MiB (4 H200, 2026-11), so this
-# number occupies at most 236 MiB.
+# A World keeps at most so many sequences. 400 shapes of a decomposed gather occupied 92 MiB (4 H200, 2026-11) when each
+# group of shards was a sequence of its own; at this size per shape, so many sequences would occupy 236 MiB.
 MOST_SEQUENCES = 1024
 _COUNTERS = 1 << 20  # the number of counters in one block of channel memory, 4 MiB per rank
 
@@ -799,10 +799,10 @@ class World:
         return count
 
     def sequence(self, stream: Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
-        """Return a function that returns the work of a call, which needs less host time (`Backend.sequence`). The
-        barriers of `work` contain `number`, which is still the previous call's while a trial makes calls. Therefore
-        each number has a sequence of its own. A sequence occupies GPU memory, so beyond MOST_SEQUENCES the World drops
-        everything prepared for calls."""
+        """Return a function that returns the StreamWork of a call (`Backend.sequence`). The barriers of `work` contain
+        `number`, which is still the previous call's while a trial makes calls. Therefore each number has a sequence of
+        its own. A sequence occupies GPU memory, so beyond MOST_SEQUENCES the World drops everything prepared for
+        calls."""
 
         @functools.cache
         def sequence_of(number: int) -> Callable[[], StreamWork]:

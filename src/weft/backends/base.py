@@ -86,7 +86,7 @@ class StreamWork:
         self.marks: list[Event] = []  # of the last call
 
     def record(self, key: Hashable, stream: Stream) -> Event:
-        """Record an event on another stream, and return it. The work of the next call waits for it (`wait`)."""
+        """Record an event on another stream, and return it. `work` waits for it in the next call (`wait`)."""
         event = self.recorded[key] = self.backend.record(stream)
         return event
 
@@ -294,8 +294,8 @@ class Backend(ABC):
         """Make later operations of `stream` wait for the event."""
 
     def sequence(self, stream: Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
-        """Return a function that returns the work of a call, which needs less host time. Its operations must be the
-        same in every call and use the same memory."""
+        """Return a function that returns the StreamWork of a call. The operations of `work` must be the same in every
+        call and use the same memory, so that a backend can enqueue them with less host time."""
         return lambda: StreamWork(self, stream, work)
 
     def start_after(self, stream: Stream, earlier: Stream) -> None:

@@ -65,15 +65,15 @@ def _ledgers(device: torch.device) -> Ledgers:
 
 @functools.cache
 def _unused_streams(device: torch.device, name: str, priority: int) -> list[torch.cuda.Stream]:
-    """Return the list of dropped Worlds' streams of one name. Later Worlds use them, because torch's allocator may
-    record events on a stream at any later time, so a stream is never destroyed. They keep their name, because the
-    stream of persistent allocations must never have been captured."""
+    """Return the list of dropped Worlds' streams of one name. torch's allocator may record events on a stream at any
+    later time, so a stream is never destroyed, and later Worlds use it. It keeps its name, because the stream of
+    persistent allocations must never have been captured."""
     return []
 
 
 def _new_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
-    """Return a new stream. torch's streams are 32 of each priority, which torch returns in turn to everybody. A kernel
-    may wait for later work on a side stream, so a side stream must not be the stream of the call."""
+    """Return a new stream. torch has only 32 streams of each priority, and returns them in turn to all callers. But a
+    kernel may wait for later work on a side stream, so a side stream must never be the stream of a call."""
     stream = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.is_current_stream_capturing()  # a call of CUDA's runtime gives a new thread the device's context
@@ -238,8 +238,8 @@ class GpuBackend(Backend):
         event.event.wait(stream)  # what stream.wait_event does, at the cost of one call less
 
     def sequence(self, stream: torch.cuda.Stream, work: Callable[[StreamWork], object]) -> Callable[[], StreamWork]:
-        """Return the operations one by one to the first call, which loads their kernels, to calls in captures, which
-        then contain the operations themselves, and to calls whose launches are noted."""
+        """The first call, which loads the kernels, calls in captures, which then contain the operations themselves, and
+        calls whose launches are noted enqueue the operations one by one. All other calls launch them as one graph."""
         one_by_one, graph = StreamWork(self, stream, work), _GraphWork(self, stream, work)
 
         def work_of_call() -> StreamWork:

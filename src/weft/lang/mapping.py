@@ -63,7 +63,7 @@ class TableMapping(NamedTuple):
     """Tiles with rows, rank and channels in int32 device tables that are indexed by tile.
 
     row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: the number of notifications per call, for
-    each channel.
+    each channel. single: whether every tile is in exactly one channel.
     """
 
     row_lo: torch.Tensor

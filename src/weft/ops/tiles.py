@@ -24,7 +24,7 @@ SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync: th
 
 def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
     """Return whether tiles of 64 rows save half a wave for n columns and shards with these numbers of rows. Each shard
-    is tiled separately."""
+    begins with a new tile, so if tiles span shards, all rows count as one shard."""
     columns = -(-n // 256)
     usual, half = (columns * sum(-(-rows // height) for rows in shards) for height in (128, 64))
     return programs < usual < 2 * programs and half <= 3 * programs

@@ -2,12 +2,12 @@
 model with and without its operators, in the mode in which requests run, at both ends of ranges of tokens up to the
 engine's limit.
 
-A pass of a size that vLLM captures is captured and replayed; the host launches passes of all other sizes back to back,
-or, with weft's operators, the graphs of their pieces (pieces.py). A form (`PASS_FORMS`) is chosen for a range if it is
-at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if several forms are, the fastest is chosen. If
-another form is faster at the high end, the range is divided (`Comparison.divided`). Ranges are compared in descending
-order, and forms that cannot win in the lower ranges are not timed there (`Comparison.hopeful`). The ranges are stored
-together with everything that the times depend on, so that later starts time nothing.
+A pass of a size that vLLM captures is captured and replayed. The host launches passes of all other sizes back to back;
+with weft's operators it launches the graphs of their pieces (pieces.py). A form (`PASS_FORMS`) is chosen for a range if
+it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if several forms are, the fastest is chosen.
+If another form is faster at the high end, the range is divided (`Comparison.divided`). Ranges are compared in
+descending order, and forms that cannot win in the lower ranges are not timed there (`Comparison.hopeful`). The ranges
+are stored together with everything that the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
     """Yield the ranges: powers of four divide the captured sizes, powers of two the other sizes. If a form is the
     fastest only at the high end of a range, the upper half of the range is tried, then the upper quarter, and then the
     upper eighth. Of the last range, the tokens that the twin pads to the largest number are tried too, because most
-    steps have the largest number if prompts wait. No two parts share a size of the twin. Without a graph a low end is
-    the worst case: it has the most padding, and each rank's shard of the rows ends with the smallest part of a tile."""
+    steps have the largest number if prompts wait. No two parts share a size of the twin. Beyond the captured sizes a
+    low end is the worst case: it has the most padding, and each rank's shard of the rows ends with the smallest part of
+    a tile."""
     captured = passes.captured
     high = 0
     for _, group in itertools.groupby(captured, lambda size: ((size - 1).bit_length() + 1) // 2):
@@ -151,8 +152,9 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 @dataclass
 class Comparison:
     """The results up to now. `far_slower` contains the forms, with the mode, that were far slower at the high end of a
-    range. `host` is, by form, the host's shortest time for a pass without a graph, and `vllm` the shortest time of
-    vLLM's own pass without a graph, in us. All ranks have the same times, so they make the same decisions."""
+    range. `host` is, by form, the host's shortest time for a pass of a size that vLLM does not capture, and `vllm` the
+    shortest time of vLLM's own pass of such a size, in us. All ranks have the same times, so they make the same
+    decisions."""
 
     passes: Passes
     run: RunPass
@@ -161,8 +163,9 @@ class Comparison:
     vllm: float = math.inf
 
     def hopeful(self, allowed: Sequence[Plan], span: TokenSpan) -> list[Plan]:
-        """Return the forms to time in a range. The host's time hardly depends on the number of tokens. So without a
-        graph, a form cannot win if the host needs longer for it than vLLM's whole pass took with more tokens."""
+        """Return the forms to time in a range. The host's time hardly depends on the number of tokens. So beyond the
+        sizes that vLLM captures, a form cannot win if the host needs longer for it than vLLM's whole pass took with
+        more tokens."""
         forms = [form for form in allowed if may_run(form, span) and (form, span.mode) not in self.far_slower]
         return [form for form in forms if span.mode == "graph" or self.host.get(form, 0.0) * MIN_SPEEDUP <= self.vllm]
 
@@ -301,7 +304,8 @@ def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAG
 
 
 def pass_of(runner: VllmObject, config: VllmObject) -> RunPass:
-    """Return a function that runs a pass of random requests without a graph. Each request attends to its own tokens."""
+    """Return a function that runs a pass of random requests outside vLLM's graphs. Each request attends to its own
+    tokens."""
     accepted = inspect.signature(runner._dummy_run).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     mode = importlib.import_module("vllm.config").CUDAGraphMode.NONE

@@ -1,10 +1,10 @@
 """CUDA graphs for passes with more tokens than vLLM captures.
 
 vLLM divides a compiled model at its attention layers and captures the pieces between them, by default for up to 512
-tokens. In passes with more tokens the host launches every kernel. With weft's operators the host then needs longer than
-the GPU: 26 ms for 16 layers of Llama-70B on four H200s, for which vLLM's whole pass takes 16 ms at 1,024 tokens and
-28 ms at 2,048. But the twin has a finite number of sizes (twin.py), so vLLM's own wrapper of pieces can capture all of
-them. Attention stays outside graphs, as in vLLM's captured passes, so a graph fits any requests.
+tokens. In passes with more tokens the host launches every kernel of vLLM's model. With weft's operators this would take
+the host longer than the GPU: depending on the form, 16 layers of Llama-70B took 21 to 30 ms at 1,024 tokens, and vLLM's
+own pass 16 ms (4 H200, 2026-11). But the twin has a finite number of sizes (twin.py), so vLLM's own wrapper of pieces
+can capture all of them. Attention stays outside graphs, as in vLLM's captured passes, so a graph fits any requests.
 """
 
 from __future__ import annotations

@@ -351,7 +351,8 @@ def captured_sizes(config: VllmObject) -> tuple[int, ...]:
 
 def limit_captures(world: World, config: VllmObject) -> None:
     """Limit the calls that weft prepares for a capture to the numbers of tokens that vLLM captures. A prompt's number
-    of tokens is often new, and preparing it for a capture would run a second plan at the second layer."""
+    of tokens is often new, and preparing it for a capture would run a second plan at the second layer. (`passes_of`
+    raises the limit for a twin whose larger passes weft captures, because it pads them to a finite number of sizes.)"""
     sizes = option(config, "compilation_config.cudagraph_capture_sizes")
     if sizes is not None:
         world.max_captured_rows = max([world.max_captured_rows or 0, *sizes])

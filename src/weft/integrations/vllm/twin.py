@@ -3,11 +3,12 @@
 vLLM must never be slower with weft than without it. The twin ensures this by construction:
 
 1. vLLM loads, compiles, measures and captures its own model unchanged: weft changes no class, configuration or cache
-key. 2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and
-their parent modules are copies too; all other modules, and all parameters, buffers and `Attention` objects, are the
-model's own. So weights and KV cache exist only once. The twin's forward has a code object and a name of its own,
-because vLLM drops Dynamo's guards and so compiles one graph for each code object. vLLM compiles the twin like any
-model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile cache.
+   key.
+2. `twin_of` makes the twin of the stack of layers. Modules that weft serves are copies with weft's forward, and their
+   parent modules are copies too; all other modules, and all parameters, buffers and `Attention` objects, are the
+   model's own. So weights and KV cache exist only once. The twin's forward has a code object and a name of its own,
+   because vLLM drops Dynamo's guards and so compiles one graph for each code object. vLLM compiles the twin like any
+   model, with separate pieces, CUDA graphs and a separate entry in vLLM's compile cache.
 3. At the start weft compares whole passes of the model and the twin (compare.py). If the twin wins nowhere, weft drops
    it and leaves no trace in the model. Otherwise the class of the stack changes to one whose `__call__` looks up the
    number of tokens in a table, `Passes.sizes`, where 0 denotes vLLM's own pass. vLLM captures graphs only afterwards,
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from .pieces import PieceGraphs
     from .woven import WovenPass
 
-STEP = 128  # the step, in tokens, between the sizes that have no graph
+STEP = 128  # the step, in tokens, between the sizes that vLLM does not capture
 PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass that have a row or column for each token
 
 
@@ -161,7 +162,7 @@ class Passes:
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
     def largest(self) -> list[int]:
-        """Return the largest size of each form that runs without a graph, in descending order."""
+        """Return each form's largest size that vLLM does not capture, in descending order."""
         table = forms(self.world)
         largest = {table[size]: size for size in sorted(set(self.sizes) - {0, *self.captured})}
         return sorted(largest.values(), reverse=True)

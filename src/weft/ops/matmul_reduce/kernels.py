@@ -6,13 +6,16 @@
     forward programs   notify all ranks when the tiles of one column at one position of every run have been stored.
                        GEMM programs release their stores only to this GPU, because a release to the peers would wait
                        for busy links.
-    pull programs      draw this rank's own tiles in the order in which they become complete. For each tile, a program
-                       waits until all ranks have notified this one, reads the tile from every rank through a deep
-                       asynchronous pipeline, adds the parts in float32 in rank order, and stores the sum
+    pull programs      draw the tiles with this rank's rows in the order in which they become complete. For each tile, a
+                       program waits until all ranks have notified this one, reads the tile from every rank through a
+                       deep asynchronous pipeline, adds the parts in float32 in rank order, and stores the sum
 
                        t -->
     GEMM programs      | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
     pull programs      |        ...wait...      | sum tile 0        | sum tile 1 | ...
+
+Tiles cover the rows without regard to shards. In a reduce-scatter every rank with rows in a tile sums the tile, and
+stores only its own rows; in an all-reduce only the tile's owner does.
 
 The forward and pull programs form a separate kernel. The kernel is so small (48 KiB of shared memory, four warps) that
 its programs fit on the SMs together with the GEMM's programs, which occupy every SM.
@@ -29,8 +32,7 @@ All ranks increment the same counters, and a fast rank may increment a counter f
 slow rank's increment of this call has arrived. A sum may then start although the slow rank's increment is missing, but
 never while data are missing. Before the fast rank left this call, the slow rank had notified it of all the slow rank's
 tiles, also of those at positions that the fast rank's run does not reach, each time by a release that covers all
-owners. The fast rank's increment is a release too, so it also publishes
-those tiles.
+owners. The fast rank's increment is a release too, so it also publishes those tiles.
 
 Three alternatives were measured and rejected (docs/design-notes.md). The first has pull programs on separate SMs. In
 the second, GEMM programs pull when they have no tiles left, so that the loads of the last tiles wait for these pulls.

@@ -222,10 +222,10 @@ def matmul_reduce_scatter(
     stay equal.
 
     Memory, in addition to the output: all ops of the World share the symmetric memory. The op needs none of it
-    (sequential), M N elements (decomposed), 2 M N elements with rows rounded up to whole tiles (fused), or 3 M N
-    elements, where M is W times the longest shard (one shot, for few rows). All of these plans except fused also use
-    [M, N] elements of ordinary memory during the call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory,
-    with the rows of a shard rounded up to whole tiles; with `copies` they use 2 M N elements of symmetric memory.
+    (sequential), 2 M N elements (decomposed; fused, with rows rounded up to whole tiles), or 3 M N elements, where M is
+    W times the longest shard (one shot, for few rows). Sequential and one-shot plans also use [M, N] elements of
+    ordinary memory during the call. Signaled plans use M N (1 + 1 / W) elements of ordinary memory, with the rows of a
+    shard rounded up to whole tiles; with `copies` they use 2 M N elements of symmetric memory.
 
     Examples:
         >>> x, w = torch.ones(2, 16).bfloat16(), torch.ones(8, 16).bfloat16()
