@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import functools
 import inspect
-import itertools
 import logging
 import math
 import operator
@@ -623,9 +622,13 @@ class World:
     def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:
         """Return int32 tensors of these values, all filled by one copy to the device; each begins at a multiple of 16
         bytes."""
-        padded = [[*table, *[0] * (-len(table) % 4)] for table in tables]
-        words = self.tensor(list(itertools.chain(*padded)), torch.int32).split([len(table) for table in padded])
-        return [part[: len(table)] for part, table in zip(words, tables, strict=True)]
+        values: list[int] = []
+        spans = []
+        for table in tables:
+            spans.append(slice(len(values), len(values) + len(table)))
+            values += [*table, *[0] * (-len(table) % 4)]
+        words = self.tensor(values, torch.int32)
+        return [words[span] for span in spans]
 
     def channel(
         self,

@@ -166,19 +166,18 @@ def _arrivals(tiles: Sequence[range], parts: int) -> list[int]:
     return [parts * chunks for chunks in Counter(itertools.chain(*tiles)).values()]
 
 
-def _mapping(world: World, shards: tuple[int, ...], bm: int, parts: int | None) -> TableMapping:
-    """Return the mapping in which every tile waits for one channel: the tile's own channel, which `parts` parts of each
-    of its chunks notify, or, with None, the channel of the rank whose rows of the tile arrive last. The mapping
-    consists of tables for shards of every length, because a StaticMapping for some would be one more kernel to
-    compile."""
-    rows, size = sum(shards), world.size
-    tiles, rows_lo = _tiles(shards, bm), range(0, rows, bm)
+def _mapping(world: World, rows: int, bm: int, tiles: Sequence[range], arrivals: Sequence[int] | None) -> TableMapping:
+    """Return the mapping in which every tile waits for one channel: the tile's own channel with this number of
+    `arrivals`, or, with None, the channel of the rank whose rows of the tile arrive last. `tiles` are the ranks' tiles.
+    The mapping consists of tables for shards of every length, because a StaticMapping for some would be one more kernel
+    to compile."""
+    rows_lo = range(0, rows, bm)
     last = [0] * len(rows_lo)
     for rank in (world.rank, *world.other_ranks):  # in the order in which shards arrive
         for tile in tiles[rank]:
             last[tile] = rank
-    channels = last if parts is None else range(len(rows_lo))
-    arrivals_of = [1] * size if parts is None else _arrivals(tiles, parts)
+    channels = last if arrivals is None else range(len(rows_lo))
+    arrivals_of = [1] * world.size if arrivals is None else arrivals
     rows_hi = [*rows_lo[1:], rows]
     tables = world.words(rows_lo, rows_hi, last, channels, [channel + 1 for channel in channels], arrivals_of)
     return TableMapping(*tables)._replace(single=tl.constexpr(True))
@@ -194,10 +193,12 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
     tile, then `ready`."""
 
     def make() -> tuple[BlockChannel, torch.Tensor]:
-        shards, tiles = call.shards, _tiles(call.shards, plan.tile.block_m)
-        arrivals = [*_arrivals(tiles, parts), parts * len(tiles[world.rank]) + 1]
+        shards, bm = call.shards, plan.tile.block_m
+        tiles = _tiles(shards, bm)
+        of_tiles = _arrivals(tiles, parts)
+        arrivals = [*of_tiles, parts * len(tiles[world.rank]) + 1]
         name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
-        ch = world.channel(name, len(arrivals), _mapping(world, shards, plan.tile.block_m, parts), arrivals)
+        ch = world.channel(name, len(arrivals), _mapping(world, call.rows, bm, tiles, of_tiles), arrivals)
         return ch, _offsets(world, shards)
 
     return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
@@ -371,7 +372,8 @@ def _copy_channel(
     The first call is collective."""
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
-        mapping = _mapping(world, call.shards, plan.tile.block_m, None)
+        bm = plan.tile.block_m
+        mapping = _mapping(world, call.rows, bm, _tiles(call.shards, bm), None)
         name = f"{GATHER_GEMM} {list(call.shards)}x{call.n}x{call.k} {plan}"
         ch = world.channel(name, world.size, mapping, [int(r != world.rank) for r in range(world.size)])
         return ch, world.tensor([1], torch.int32), _offsets(world, call.shards)
