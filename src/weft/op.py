@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -38,7 +38,12 @@ from .world import Memo, World
 Shapes: TypeAlias = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor
 
 REGISTRY: dict[str, Op] = {}
-SEEN_ONCE = "seen once"  # stored instead of the warmed-up plan after the first call of a size (`Op._warm_up_key`)
+
+
+class CalledOnce(NamedTuple):
+    """The decision for a capture of a size that was called only once, by this plan (`Op._warm_up_key`)."""
+
+    plan: Plan
 
 
 def registered(op: Op) -> Op:
@@ -520,7 +525,7 @@ class Op(ABC, Generic[C]):
         call, so all ranks return here together."""
         key = self._warm_up_key(call, addresses)
         if key not in decisions and not world.backend.on_side_stream():
-            decisions[key] = SEEN_ONCE
+            decisions[key] = CalledOnce(plan)
             return False
         in_capture, ready = self.choose(world, call, "auto", True), decisions.get(key)
         decisions[key] = in_capture
@@ -536,18 +541,21 @@ class Op(ABC, Generic[C]):
     def _plan_for_capture(
         self, world: World, call: C, plan: Plan, decisions: Memo, addresses: Hashable
     ) -> tuple[Plan, bool]:
-        """Return the plan for a capture, and whether that plan is final. The plan is `plan`, or the plan of eager calls
-        if there was only one call, or if no capture was expected (`World.may_capture`)."""
-        eager = self.choose(world, call, "auto", False)
+        """Return the plan for a capture, and whether that plan is final. The plan is the one that earlier calls ran
+        for the capture: since then a trial of another number of rows may have changed the choice, which is `plan`. If
+        there was only one call, or if no capture was expected (`World.may_capture`), it is the plan of eager calls."""
         if not self.may_capture(world, call):
-            return eager, True
-        if eager == plan or decisions.get(self._warm_up_key(call, addresses)) is not SEEN_ONCE:
+            return self.choose(world, call, "auto", False), True
+        ready = decisions.get(self._warm_up_key(call, addresses), plan)
+        if not isinstance(ready, CalledOnce):
+            return ready, True
+        if ready.plan == plan:
             return plan, True
         world.log_once(
-            f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
-            f"twice before its capture for {plan.kind}"
+            f"{self.title}: a capture after a single call takes the plan of eager calls ({ready.plan.kind}); call a "
+            f"size twice before its capture for {plan.kind}"
         )
-        return eager, False
+        return ready.plan, False
 
     def may_capture(self, world: World, call: C) -> bool:
         """Return whether a CUDA graph may capture such calls."""
@@ -555,8 +563,8 @@ class Op(ABC, Generic[C]):
 
     def _warm_up_key(self, call: C, addresses: Hashable) -> Hashable:
         """Return the key of a call's warm-up, which does not depend on the operands' layouts. Under this key, the
-        decisions contain the plan that "auto" ran once because a capture will run it, or SEEN_ONCE. The key is the same
-        on every rank, so either all ranks warm up or none does."""
+        decisions contain the plan that earlier calls ran for a capture, or CalledOnce. The key is the same on every
+        rank, so either all ranks warm up or none does."""
         return self.name, "warm-up", tuple(call.same_on_all_ranks().items()), addresses
 
     def warm_up_capture(self, prepared: Prepared[C], operands: Operands, out: torch.Tensor | None) -> None:

@@ -13,7 +13,7 @@ import torch
 import weft
 from weft.integrations.vllm.plugin import limit_captures
 from weft.ops.all_reduce.op import AllReduceRmsNorm, SumCall
-from weft.plans import OneShot, Plan, TwoShotPush
+from weft.plans import OneShot, Plan, TwoShotLowLatency, TwoShotPull, TwoShotPush
 from weft.prepared import Prepared
 
 EAGER, GRAPH = OneShot(), TwoShotPush()
@@ -57,6 +57,28 @@ def test_the_second_call_also_runs_the_plan_of_a_capture(
 def test_a_size_beyond_all_captures_runs_one_plan(monkeypatch: pytest.MonkeyPatch, max_captured_rows: int) -> None:
     """A capture of a size above the largest named one runs the plan of eager calls, whose memory is already allocated."""
     assert plans_run(monkeypatch, max_captured_rows) == [([EAGER, EAGER, EAGER], [])] * 2
+
+
+@pytest.mark.parametrize("eager_calls", [1, 2])
+def test_a_later_trial_does_not_change_the_plan_of_a_capture(monkeypatch: pytest.MonkeyPatch, eager_calls: int) -> None:
+    """Sizes share trials. After the calls that prepare a capture, the first call of another size may run a trial, which
+    chooses a plan that no call of the captured size has run."""
+    chosen: dict[str, Plan] = {}
+    monkeypatch.setattr(AllReduceRmsNorm, "auto", lambda self, world, call, mode: chosen[mode])
+
+    def main(world: weft.World) -> Plan:
+        x, weight = torch.ones(ROWS, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+        chosen.update(eager=EAGER, graph=GRAPH)
+        for _ in range(eager_calls):
+            weft.all_reduce_rms_norm(x, None, weight, world=world)
+        world.exchange(None)
+        chosen.update(eager=TwoShotLowLatency(), graph=TwoShotPull())
+        world.exchange(None)
+        world.backend.capturing = lambda: True  # type: ignore[method-assign]
+        assert torch.equal(weft.all_reduce_rms_norm(x, None, weight, world=world)[0], x)
+        return world.ran.plan
+
+    assert weft.spmd(main, 2, backend="emulated") == [EAGER if eager_calls == 1 else GRAPH] * 2
 
 
 @pytest.mark.parametrize(
