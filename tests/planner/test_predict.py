@@ -24,6 +24,7 @@ import weft
 import weft.planner
 from bench.common import stored
 from tests.emulated.cases import changed
+from weft.backends.base import Event, StreamWork
 from weft.backends.emulated import EmulatedBackend
 from weft.cost.decomposed import Chunking, divisions
 from weft.cost.fused import Pulling
@@ -69,6 +70,7 @@ from weft.plans import (
     TwoShotPush,
     partition,
 )
+from weft.scale import SMALL_TILE
 from weft.timing import CallTime
 from weft.transport.order import group_steps
 from weft.transport.signals import schedule
@@ -662,10 +664,10 @@ def test_measured_calls_correct_predictions_near_them() -> None:
 
 
 def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
-    """With 10 us per launch in the profile instead of 2 us, eager calls have fewer parts or run sequentially; calls in
+    """With 12 us per launch in the profile instead of 2 us, eager calls have fewer parts or run sequentially; calls in
     graphs do not change."""
     op, shapes = "all_gather_matmul", [(8192, 2816, 1024), (8192, 4096, 1024)]
-    fast, slow = (Planner(Predictor(made_up_profile() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
+    fast, slow = (Planner(Predictor(made_up_profile() + [Latency("launch", 0, 0, us)])) for us in (2.0, 12.0))
     for shape in shapes:
         assert fast.decide(op, *shape, "graph").plan == slow.decide(op, *shape, "graph").plan
         plans = [planner.decide(op, *shape, "eager").plan for planner in (fast, slow)]
@@ -694,15 +696,20 @@ def operations(predictor: Predictor, op: str, plan: Plan) -> int:
 
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
-def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(op: str) -> None:
-    plans = [Decomposed(), Decomposed((1, 1, 2)), Decomposed((2, 2))]
-    plans += [Decomposed((1,) * 4, 2)] if op == "matmul_reduce_scatter" else []
+def test_operations_of_plans_are_those_that_a_known_call_gives_to_streams(op: str) -> None:
+    """A sequence is one operation, because known calls launch it as one graph."""
+    plans: list[Plan] = [Decomposed(), Decomposed((1, 1, 2)), Decomposed((2, 2))]
+    if op == "all_gather_matmul":
+        plans.append(FusedGatherByCopies(tile=SMALL_TILE))
+    if op == "matmul_reduce_scatter":
+        by_copies = Signaled(copies=True, ctas=1, tile=SMALL_TILE)
+        plans += [Decomposed((1,) * 4, 2), by_copies, replace(by_copies, groups=(1, 1, 1))]
     predictor = Predictor(replace(made_up_profile(), machine=replace(MACHINE, world=4)))
 
     def main(world: weft.World) -> list[int]:
         backend: Any = world.backend
         seen: list[str] = []
-        for name in "launch copy linear all_reduce call wait_event".split():
+        for name in "launch copy signal linear all_reduce call wait_event".split():
             counts = name not in ("call", "wait_event")
 
             def stub(*args: Any, counts: bool = counts, name: str = name, **kwargs: Any) -> object:
@@ -710,7 +717,16 @@ def test_operations_of_decomposed_plans_are_those_that_a_call_gives_to_streams(o
                 return kwargs.get("out", args[-1])  # `linear` returns its output
 
             setattr(backend, name, stub)
-        x, w = torch.zeros(8 if op == "all_gather_matmul" else 32, 64), torch.zeros(64, 64)
+
+        class Graph(StreamWork):
+            def __call__(self) -> list[Event]:
+                launched = len(seen)
+                events = super().__call__()
+                seen[launched:] = ["graph"]
+                return events
+
+        backend.sequence = lambda stream, work: lambda: Graph(backend, stream, work)
+        x, w = torch.zeros(16 if op == "all_gather_matmul" else 64, 64), torch.zeros(64, 64)
         operation_counts = []
         for plan in plans:
             seen.clear()
@@ -1028,8 +1044,11 @@ def test_the_hosts_time_is_that_of_the_op_and_kind() -> None:
     assert p.host(op, FusedGather(pull_programs=12, split=4)) == 33.9, (
         "all variants of a class need as much of the host"
     )
-    assert p.host(op, copied) == 33.9 + 10 * (operations(p, op, copied) - 1), "the host submits each copy of the plan"
-    assert p.host("matmul_all_reduce", Decomposed()) < 250, "a kind without a call of this op has another op's"
+    assert p.host(op, copied) == 33.9 + 10 * 2, "the host also submits a staging copy and a graph"
+    scatter, by_copies = "matmul_reduce_scatter", Signaled(groups=(1,) * 16, copies=True)
+    assert p.host(scatter, by_copies) == HOST_US[scatter][Signaled(groups=(1,))], "one graph moves all groups"
+    further = operations(p, "matmul_all_reduce", Decomposed()) - operations(p, op, Decomposed())
+    assert p.host("matmul_all_reduce", Decomposed()) == 247.0 + 10 * further, "without a call of this op, another's"
     assert p.host("matmul_reduce_scatter", Decomposed((2, 2))) == 582.3, "fewer operations subtract nothing"
 
 

@@ -130,7 +130,9 @@ class Cost(Generic[P, F]):
 
     def operations(self, plan: P, world: int) -> int:
         """Return the number of operations (kernels, copies, barriers, collectives) that the host submits to streams in
-        one call. Plans of one kind differ in host time by these operations and the events that order them."""
+        one known call that returns only its result. A sequence (`World.sequence`) is one operation, because the host
+        launches it as one graph. Plans of one kind differ in host time by these operations and the events that order
+        them."""
         return 2
 
 

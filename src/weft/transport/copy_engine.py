@@ -286,8 +286,8 @@ def reduce_rows(
         if splits * len(groups) > 1:  # with one part nothing joins the second stream again
             world.wait_event(second_stream, begin_event)
 
-        def send(push: StreamWork, i: int, lane: Stream, computed: torch.Tensor) -> None:
-            push.record(i, lane)
+        def send(push: StreamWork, i: int, lane: Stream, _: torch.Tensor) -> None:
+            push.record(i, lane)  # the sequence copies the rows from `partial`
 
         def parts() -> Iterator[PartialRows]:
             for split, push in enumerate(pushes):

@@ -62,8 +62,8 @@ class GatherChunks(DecomposedCost):
         # If one GEMM computes this rank's rows and other ranks' rows, this rank's rows are copied next to the other
         # rows.
         copies_own_rows = plan.groups[:1] not in ((), (1,))
-        # The plan performs a staging copy, two barriers, copies and GEMMs.
-        return 3 + copies_own_rows + world - 1 + group_count(plan, world)
+        # The host submits a staging copy, one graph with the barriers and the copies from peers, and the GEMMs.
+        return 2 + copies_own_rows + group_count(plan, world)
 
 
 GatherPlan = TypeVar("GatherPlan", FusedGather, FusedGatherByCopies)
@@ -136,7 +136,7 @@ class CopiedTiles(GatherTiles[FusedGatherByCopies]):
         return "fixed", "slow"  # decomposed plans measure the rate of a copy engine
 
     def operations(self, plan: FusedGatherByCopies, world: int) -> int:
-        return 4 + 2 * (world - 1)  # the host enqueues one copy and one signal for each peer
+        return 3  # a staging copy, one graph with the barriers, copies and signals, and the GEMM
 
     def programs(self, p: Parts, plan: FusedGatherByCopies) -> int:
         return p.sms * plan.per_sm - 1

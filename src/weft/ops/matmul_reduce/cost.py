@@ -66,8 +66,8 @@ class ScatterChunks(DecomposedCost):
         return side_by_side(works, p.slowdown("copy", 0))
 
     def operations(self, plan: Decomposed, world: int) -> int:
-        # The operations are a barrier, and for each piece the GEMMs, the pushes, a barrier and a sum.
-        return 1 + plan.pieces * (group_count(plan, world) + world - 1 + 2)
+        # For each piece the host submits one graph with the pushes and the barriers, the GEMMs, and a sum.
+        return plan.pieces * (group_count(plan, world) + 2)
 
 
 class ReduceChunks(DecomposedCost):
@@ -122,6 +122,10 @@ class SignaledScatter(SignaledCost):
 
     def start(self, plan: Signaled) -> Signaling | None:
         return None if plan.copies else Signaling()
+
+    def operations(self, plan: Signaled, world: int) -> int:
+        # With copies the host submits the GEMM, one graph with the barriers, waits and pushes of all groups, and a sum.
+        return 3 if plan.copies else super().operations(plan, world)
 
     def by_copies(self, p: Parts, call: GemmCall, plan: Signaled, fit: Moving | None) -> list[Step]:
         barrier, nbytes, share = barrier_us(p, p.chunking), self.nbytes(call), (p.world - 1) / p.world
