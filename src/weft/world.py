@@ -535,13 +535,14 @@ class World:
         self.backend.finish(stream)
 
     def close(self) -> None:
-        """Release the backend's resources. Operators on this World raise WeftError afterwards."""
+        """Make operators on this World raise WeftError. The World's memory remains until Python has collected the World
+        and symmetric memory is next allocated: CUDA graphs that captured the World's calls must not be replayed after
+        that. Python may collect the World while any thread captures a graph."""
         self._closed = True
         self.decided.clear()  # a call that is in the cache is not checked
         if self._levels is not None:
             self._levels.node.close()
             self._levels.across.close()
-        self.backend.close()
 
     def _no_capture(self, title: str) -> None:
         if self.backend.capturing():
@@ -809,7 +810,7 @@ class World:
 
         @functools.cache
         def sequence_of(number: int) -> Callable[[], StreamWork]:
-            if self._sequences >= MOST_SEQUENCES and not self.backend.capturing():  # a capture destroys no graphs
+            if self._sequences >= MOST_SEQUENCES:
                 self.forget_prepared()
             self._sequences += 1
             return self.backend.sequence(stream, work)
