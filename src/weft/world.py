@@ -535,9 +535,9 @@ class World:
         self.backend.finish(stream)
 
     def close(self) -> None:
-        """Make operators on this World raise WeftError. The World's memory remains until Python has collected the World
-        and symmetric memory is next allocated: CUDA graphs that captured the World's calls must not be replayed after
-        that. Python may collect the World while any thread captures a graph."""
+        """Make operators on this World raise WeftError. The World's memory is released when Python collects the World,
+        which must not happen while another thread captures a CUDA graph. Graphs that captured the World's calls must
+        not be replayed after that."""
         self._closed = True
         self.decided.clear()  # a call that is in the cache is not checked
         if self._levels is not None:

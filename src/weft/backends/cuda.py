@@ -523,16 +523,25 @@ def _destroy(graphs: list[torch.cuda.CUDAGraph]) -> None:
             graphs.clear()
 
 
-_held_by_ended_worlds: list[Any] = []
+_dropped_in_captures: list[Any] = []  # memory of Worlds that ended during a capture
 
 
 def _held_by(owner: object) -> list[Any]:
-    """Return an empty list for symmetric memory, which is kept until `owner` has ended and symmetric memory is next
-    allocated. Garbage collection may end a World, such as an unused model's, while any thread captures a stream. torch
-    would then abort the process, because the memory's destructor synchronises the device, which a capture forbids."""
+    """Return an empty list. Symmetric memory in it is kept until `owner` ends; if the current stream is being captured
+    at that time, it is kept until the capture has ended."""
     held: list[Any] = []
-    weakref.finalize(owner, _held_by_ended_worlds.extend, held).atexit = False
+    weakref.finalize(owner, _release, held).atexit = False
     return held
+
+
+def _release(held: list[Any]) -> None:
+    """Drop symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream is being
+    captured. torch would then abort the process, because the memory's destructor synchronises the device, which a
+    capture forbids. So the memory is kept until the next allocation of symmetric memory, which never happens in a
+    capture."""
+    if held and torch.cuda.is_current_stream_capturing():
+        _dropped_in_captures.extend(held)
+    held.clear()
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
@@ -774,13 +783,13 @@ class CudaBackend(GpuBackend):
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
         import torch.distributed._symmetric_memory as symm
 
+        _dropped_in_captures.clear()
         nbytes = (nbytes + 255) // 256 * 256
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
         if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks and hang on other ranks
             raise Unsupported(f"{name}: no symmetric memory: {reason}")
-        _held_by_ended_worlds.clear()
         local = _symmetric_memory(nbytes, self.device)
         memory_handle = symm.rendezvous(local, self.group)
         local.zero_()
