@@ -535,13 +535,14 @@ class World:
         self.backend.finish(stream)
 
     def close(self) -> None:
-        """Release the backend's resources. Operators on this World raise WeftError afterwards."""
+        """Make operators on this World raise WeftError. The World's memory is released when Python collects the World,
+        which must not happen while another thread captures a CUDA graph. Graphs that captured the World's calls must
+        not be replayed after that."""
         self._closed = True
         self.decided.clear()  # a call that is in the cache is not checked
         if self._levels is not None:
             self._levels.node.close()
             self._levels.across.close()
-        self.backend.close()
 
     def _no_capture(self, title: str) -> None:
         if self.backend.capturing():
@@ -809,7 +810,7 @@ class World:
 
         @functools.cache
         def sequence_of(number: int) -> Callable[[], StreamWork]:
-            if self._sequences >= MOST_SEQUENCES and not self.backend.capturing():  # a capture destroys no graphs
+            if self._sequences >= MOST_SEQUENCES:
                 self.forget_prepared()
             self._sequences += 1
             return self.backend.sequence(stream, work)

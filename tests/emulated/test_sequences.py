@@ -110,3 +110,47 @@ def test_a_world_keeps_a_limited_number_of_sequences(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(weft.world, "MOST_SEQUENCES", most)
     for counts in weft.spmd(main, 2, backend="emulated"):
         assert 2 <= max(counts) <= 2 * (most + 1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_may_drop_sequences_at_different_times(case: str) -> None:
+    """The ranks reach the limit in different calls if their trials differ. No rank then waits for another to prepare."""
+    op, plan, _ = CASES[case]
+
+    def main(world: weft.World) -> None:
+        w = draw(0, N, K)
+        inputs = [draw(10 * call + world.rank, M // 2 if op == "gather" else M, K) for call in range(3)]
+        expected = [OPS[op](world, plan, x, w) for x in inputs]
+        for call in range(6):
+            if call % 3 == 1 + world.rank:
+                world.forget_prepared()
+            result = OPS[op](world, plan, inputs[call % 3], w)
+            world.synchronize()
+            torch.testing.assert_close(result, expected[call % 3], rtol=0, atol=0)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_whose_sequences_were_dropped_can_be_captured(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture prepares the call again, although a capture can neither allocate memory that calls share nor exchange
+    messages, and although the capture itself reaches the limit."""
+    op, plan, _ = CASES[case]
+
+    def main(world: weft.World) -> None:
+        backend: Any = world.backend
+        x, w = draw(world.rank, M // 2 if op == "gather" else M, K), draw(9, N, K)
+        expected = [OPS[op](world, plan, x, w) for _ in range(2)][1]
+        world.forget_prepared()
+        backend.capturing, backend.captures = lambda: True, lambda stream: True
+        allocators = backend.exchange, backend.symmetric, backend.zeros, backend.tensor
+        backend.exchange = backend.symmetric = backend.zeros = backend.tensor = None
+        results = [OPS[op](world, plan, x, w) for _ in range(2)]
+        backend.exchange, backend.symmetric, backend.zeros, backend.tensor = allocators
+        del backend.capturing, backend.captures
+        world.synchronize()
+        for result in results:
+            torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+    monkeypatch.setattr(weft.world, "MOST_SEQUENCES", 1)
+    weft.spmd(main, 2, backend="emulated")

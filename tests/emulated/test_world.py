@@ -1101,29 +1101,57 @@ def test_without_a_gpu_init_names_the_backend_to_use() -> None:
         weft.spmd(repr, 2)
 
 
-def test_memory_and_graphs_outlive_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """During a capture torch aborts the process if symmetric memory is released, and CUDA invalidates the capture if a
-    graph is destroyed. Both can happen in garbage collection."""
+def test_memory_and_graphs_end_beside_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Garbage collection may end a World during a capture. torch would abort the process if the World's memory were
+    released then, and CUDA would invalidate the capture if a graph were destroyed without an exemption."""
+    exempt, destroyed = False, []
 
-    class Held:
+    @contextmanager
+    def exemption() -> Iterator[None]:
+        nonlocal exempt
+        exempt = True
+        yield
+        exempt = False
+
+    class Memory:
         pass
 
-    def left(capturing: bool) -> list[bool]:
-        """Return whether a World's memory and graph are left after the World, which is in a cycle of references, has
-        ended."""
+    class Graph:
+        def __del__(self) -> None:
+            destroyed.append(exempt)
+
+    def is_left(capturing: bool) -> bool:
+        """Return whether a World's memory is left after the World has ended."""
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
         backend: Any = CudaBackend.__new__(CudaBackend)
-        backend._held, backend.replay = cuda._held_by(backend), cuda._GraphWork(backend, backend, repr)
-        held = [Held(), Held()]
-        backend._held.append(held[0])
-        backend.replay.graphs.append(held[1])
-        seen = [weakref.ref(one) for one in held]
-        del backend, held
+        backend.held, memory = cuda._held_by(backend), Memory()
+        backend.replay = cuda._GraphWork(backend, backend, repr)  # a cycle of references
+        backend.held.append(memory)
+        backend.replay.graphs.append(Graph())
+        seen = weakref.ref(memory)
+        del backend, memory
         gc.collect()
-        return [one() is not None for one in seen]
+        return seen() is not None
 
-    assert left(capturing=True) == [True, True] and left(capturing=False) == [False, False]
+    monkeypatch.setattr(cuda, "any_call_allowed", exemption)
+    assert is_left(capturing=True) and not is_left(capturing=False)
+    assert destroyed == [True, True]
     cuda._dropped_in_captures.clear()
+
+
+def test_a_world_keeps_memory_that_graphs_may_use() -> None:
+    """A CUDA graph contains the addresses of the memory that its calls used, which growth therefore must not free."""
+
+    def main(world: weft.World) -> None:
+        arena, buffer = world.arena(256), world.buffer("rows", 256)
+        kept = [weakref.ref(t) for t in (arena.memory.local, arena.epoch, buffer.local, *buffer.peers)]
+        grown = world.arena(1024).memory, world.buffer("rows", 1024)
+        assert grown[0] is not arena.memory and grown[1] is not buffer
+        del arena, buffer
+        gc.collect()
+        assert all(t() is not None for t in kept)
+
+    weft.spmd(main, 2, backend="emulated")
 
 
 def test_the_driver_copies_contiguous_tensors_and_torch_copies_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1170,6 +1198,7 @@ def test_an_error_in_a_sequence_is_raised_after_its_capture_has_ended(monkeypatc
         raise KeyboardInterrupt
 
     calls: list[str] = []
+    monkeypatch.setattr(cuda, "any_call_allowed", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     backend: Any = SimpleNamespace(uploads=SimpleNamespace(pending={}), on=lambda stream: nullcontext())
     with pytest.raises(KeyboardInterrupt):
@@ -1216,6 +1245,7 @@ def test_a_replayed_sequence_waits_for_events_and_records_its_marks(monkeypatch:
             backend.wait_event("gemm", mark)
         return list(calls)
 
+    monkeypatch.setattr(cuda, "any_call_allowed", nullcontext)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)

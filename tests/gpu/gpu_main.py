@@ -12,10 +12,12 @@ gpu/run.sh starts these runs.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -260,6 +262,30 @@ def cold_capture(world: weft.World) -> float:
     return distance(y, weft.all_gather_matmul(x, w, world=world, plan="sequential"))
 
 
+def beside_a_capture(world: weft.World) -> float:
+    """Destroy the CUDA graphs of calls' copies in another thread while a stream is captured. The capture must stay
+    valid."""
+    x, w = operands(world, GATHER, 8 * 41 * world.size, 136, 72)
+    call = partial(weft.all_gather_matmul, x, w, world=world, plan="decomposed")
+    results = [call() for _ in range(4)]
+    world.synchronize()
+
+    def drop() -> None:
+        world.forget_prepared()
+        gc.collect()
+
+    graph, count = torch.cuda.CUDAGraph(), torch.zeros(1, device=world.device)
+    thread = threading.Thread(target=drop)
+    with torch.cuda.graph(graph):
+        count += 1
+        thread.start()
+        thread.join()
+    graph.replay()
+    results.append(call())
+    world.synchronize()
+    return max(float(count != 1), *(distance(result, results[0]) for result in results))
+
+
 def far_rows(world: weft.World) -> float:
     """Use both halves of arenas with more rows than 24 bits can count."""
     m, wide, worst = 1 << 16, 66 * 256, 0.0
@@ -402,6 +428,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)
     yield "cold capture", BF16, partial(cold_capture, world)
+    if size > 1:
+        yield "beside a capture", 0.0, partial(beside_a_capture, world)
     yield "rows beyond 24 bits", BF16, partial(far_rows, world)
     yield "disagreement", BF16, partial(disagree, world)
     yield from inference_cases(world, SEQUENTIAL | PLANS)

@@ -215,9 +215,6 @@ class Backend(ABC):
         """Return the numbers of dropped rows by the rank that dropped them. For this rank, the number covers all rows
         that it dropped; for every other rank, it covers the dropped rows of this rank's tokens."""
 
-    def close(self) -> None:
-        """Release the backend's resources."""
-
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
         """Note the first call of an op's kernels for sizes M, N, K and the given number of multiply-adds per rank. The
         emulator logs a warning if the call will be slow."""

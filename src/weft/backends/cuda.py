@@ -49,7 +49,7 @@ from .library_gemm import linear
 from .messages import Messages
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
-from .uploads import Uploads, driver
+from .uploads import Uploads, any_call_allowed, driver
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -474,15 +474,17 @@ class _GraphWork(StreamWork):
 
     def __init__(self, backend: GpuBackend, stream: torch.cuda.Stream, work: Callable[[StreamWork], object]) -> None:
         super().__init__(backend, stream, work)
-        self.graphs: list[torch.cuda.CUDAGraph] = _held_by(self)  # the graph, once it is captured
+        self.graphs: list[torch.cuda.CUDAGraph] = []  # the graph, once it is captured
+        weakref.finalize(self, _destroy, self.graphs).atexit = False
 
     def capture(self, keys: Iterable[Hashable]) -> None:
-        """Capture the work, which waits for events with these keys. Its kernels must be loaded."""
+        """Capture the work, which waits for events with these keys. Its kernels must be loaded. The caller may be
+        capturing a different stream."""
         if self.backend.uploads.pending:
             self.backend.uploads.precede(self.stream)  # a captured stream could not wait for uploads
         self.recorded = {key: self._external() for key in keys}  # torch waits only for events that were recorded before
         graph = torch.cuda.CUDAGraph()
-        with self.backend.on(self.stream):
+        with any_call_allowed(), self.backend.on(self.stream):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may allocate memory
             try:
                 super().__call__()
@@ -512,22 +514,31 @@ class _GraphWork(StreamWork):
         return self.marks
 
 
-_dropped_in_captures: list[Any] = []  # memory and graphs of Worlds that ended during a capture
+def _destroy(graphs: list[torch.cuda.CUDAGraph]) -> None:
+    """Destroy graphs that were dropped by garbage collection or by a World with too many of them (`World.sequence`).
+    Any thread may be capturing a stream meanwhile. Outside `any_call_allowed`, CUDA would then invalidate the
+    capture."""
+    if graphs:
+        with any_call_allowed():
+            graphs.clear()
+
+
+_dropped_in_captures: list[Any] = []  # memory of Worlds that ended during a capture
 
 
 def _held_by(owner: object) -> list[Any]:
-    """Return an empty list. Symmetric memory and graphs in it are kept until `owner` ends; if a capture is running at
-    that time, they are kept until the capture has ended."""
+    """Return an empty list. Symmetric memory in it is kept until `owner` ends; if the current stream is being captured
+    at that time, it is kept until the capture has ended."""
     held: list[Any] = []
     weakref.finalize(owner, _release, held).atexit = False
     return held
 
 
 def _release(held: list[Any]) -> None:
-    """Drop symmetric memory or graphs. Garbage collection may end a World, such as an unused model's, while a stream is
-    being captured. torch would then abort the process, because memory cannot be unmapped during a capture (the memory's
-    destructor throws), and CUDA would invalidate the capture, because graphs cannot be destroyed during it. So they are
-    kept until the next allocation of symmetric memory, which never happens in a capture."""
+    """Drop symmetric memory. Garbage collection may end a World, such as an unused model's, while a stream is being
+    captured. torch would then abort the process, because the memory's destructor synchronises the device, which a
+    capture forbids. So the memory is kept until the next allocation of symmetric memory, which never happens in a
+    capture."""
     if held and torch.cuda.is_current_stream_capturing():
         _dropped_in_captures.extend(held)
     held.clear()
@@ -768,9 +779,6 @@ class CudaBackend(GpuBackend):
         with self.on(allocation_stream), outlives_call():
             yield
         self.wait_event(stream, self.record(allocation_stream))
-
-    def close(self) -> None:
-        self._held.clear()
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
         import torch.distributed._symmetric_memory as symm

@@ -21,8 +21,8 @@ def driver() -> ctypes.CDLL:
 
 @contextmanager
 def any_call_allowed() -> Iterator[None]:
-    """Return a context manager that lets this thread query events while streams are captured. The thread queries only
-    events of uploads, which no capture contains."""
+    """Return a context manager that lets this thread make calls that CUDA forbids while any thread captures a stream,
+    since some of them would affect the capture. The thread queries only events that no capture contains."""
     mode = ctypes.c_int(RELAXED)
     driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
