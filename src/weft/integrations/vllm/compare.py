@@ -291,11 +291,10 @@ class Captured(Compared):
 def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Return a CUDA graph of the stack's part of one pass, captured as in vLLM."""
     graph = torch.cuda.CUDAGraph()
-    capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
     passes.stack.__dict__["weft_graph"] = graph
     passes.put(Captured)
     try:
-        with capture(device=passes.world.device):
+        with passes.capture_context(device=passes.world.device):
             one_pass()
     finally:
         passes.put(Compared)
