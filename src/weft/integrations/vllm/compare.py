@@ -6,8 +6,9 @@ A pass of a size that vLLM captures is captured and replayed. The host launches 
 with weft's operators it launches the graphs of their pieces (pieces.py). A form (`PASS_FORMS`) is chosen for a range if
 it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if several forms are, the fastest is chosen.
 If another form is faster at the high end, the range is divided (`Comparison.divided`). Ranges are compared in
-descending order, and forms that cannot win in the lower ranges are not timed there (`Comparison.hopeful`). The ranges
-are stored together with everything that the times depend on, so that later starts time nothing.
+ascending order, since long passes take most of the time: a form that is clearly slower than another one in a range is
+not timed in the ranges above (`clearly_loses`). The ranges are stored together with everything that the times depend
+on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import importlib
 import inspect
 import itertools
 import json
-import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -30,6 +31,7 @@ import torch
 from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
 from ...timing import CallTime, back_to_back
+from ...world import World
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -42,10 +44,10 @@ RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of 
 Times: TypeAlias = dict[PassWay, CallTime]  # the time of a pass in each way
 Named: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and a pass's time by the way's name
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
-# A way is not timed in rounds if its first timed passes are slower than the chosen way's by this factor, which is
+# A way is not timed in rounds if its first timed passes are slower than the fastest way's by this factor, which is
 # larger in graphs, because short passes vary more.
 SLOWER = {"eager": 1.02, "graph": 1.2}
-FAR_SLOWER = 1.2  # a form that is slower than vLLM's own pass by this factor is not timed in lower ranges
+CLEARLY_SLOWER = 1.03  # a form that is slower than another one by this factor is not timed with more tokens
 PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
@@ -62,7 +64,7 @@ class TokenSpan(NamedTuple):
 @dataclass(frozen=True)
 class Range:
     """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of passes in
-    the range, as (tokens, {way: time}); it is empty if no form was worth timing."""
+    the range, as (tokens, {way: time})."""
 
     low: int
     high: int
@@ -79,8 +81,7 @@ class Range:
                 if way != VLLM
             ]
             ends.append(f"{tokens} tokens {times[VLLM].gpu:.0f} us{host_bound(times[VLLM])}, {', '.join(others)}")
-        figures = "; ".join(ends) or "not timed: by the times with more tokens no other way can win"
-        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({figures})"
+        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({'; '.join(ends)})"
 
 
 def host_bound(time: CallTime) -> str:
@@ -130,44 +131,43 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
     return span.mode == "eager" or form in IN_GRAPHS
 
 
-def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
-    """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
+def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> Comparison:
+    """Compare the ways in each range. The tokens are random ids of a vocabulary of this size. The call is
     collective."""
     generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator, device="cpu")
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
     passes.put(Compared)
-    comparison = Comparison(passes, run)
-    ranges: list[Range] = []
-    for span in reversed(list(spans(passes))):
-        forms = comparison.hopeful(allowed, span)
-        whole = Range(span.lows[0][0], span.high, None, ())
-        ranges[:0] = comparison.divided(span, forms) if forms else [whole]
+    *_, last = all_spans = list(spans(passes))
+    comparison = Comparison(passes, run, [form for form in allowed if may_run(form, last)])
+    for span in all_spans:
+        # The blocks that torch caches are too small for longer passes, and captures need their memory.
+        free_cached_memory(passes.world)
+        forms = [form for form in allowed if may_run(form, span) and form not in comparison.lost]
+        comparison.ranges += comparison.divided(span, forms)
     passes.serve(())
     passes.put()
     del passes.stack.__dict__["weft_ids"]
-    return ranges
+    return comparison
+
+
+def free_cached_memory(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @dataclass
 class Comparison:
-    """The results up to now. `far_slower` contains the forms, with the mode, that were far slower at the high end of a
-    range. `host` is, by form, the host's shortest time for a pass of a size that vLLM does not capture, and `vllm` the
-    shortest time of vLLM's own pass of such a size, in us. All ranks have the same times, so they make the same
-    decisions."""
+    """The results up to now: the `ranges` in ascending order, and the forms that `lost` clearly beyond the sizes that
+    vLLM captures. `unlimited` are the forms that may run with the largest number of tokens; `timed_seconds` is the time
+    of all timed passes. All ranks have the same times, so they make the same decisions."""
 
     passes: Passes
     run: RunPass
-    far_slower: set[tuple[Plan, str]] = field(default_factory=set)
-    host: dict[Plan, float] = field(default_factory=dict)
-    vllm: float = math.inf
-
-    def hopeful(self, allowed: Sequence[Plan], span: TokenSpan) -> list[Plan]:
-        """Return the forms to time in a range. The host's time hardly depends on the number of tokens. So beyond the
-        sizes that vLLM captures, a form cannot win if the host needs longer for it than vLLM's whole pass took with
-        more tokens."""
-        forms = [form for form in allowed if may_run(form, span) and (form, span.mode) not in self.far_slower]
-        return [form for form in forms if span.mode == "graph" or self.host.get(form, 0.0) * MIN_SPEEDUP <= self.vllm]
+    unlimited: Sequence[Plan] = ()
+    ranges: list[Range] = field(default_factory=list)
+    lost: set[Plan] = field(default_factory=set)
+    timed_seconds: float = 0.0
 
     def divided(self, span: TokenSpan, forms: Sequence[Plan]) -> list[Range]:
         """Return the ranges into which one of these forms, or several, divide a range of tokens. From the widest part
@@ -176,8 +176,9 @@ class Comparison:
         is faster too, the fastest rival is chosen. Since the time of a pass is almost linear in the number of tokens,
         a rival is not timed where it is not faster by interpolation between the widest part's two ends."""
         high = self.time(span.high, VLLM, forms, span.mode)
-        slowest = FAR_SLOWER * high[VLLM].gpu
-        self.far_slower |= {(form, span.mode) for form in forms if high[form].gpu > slowest}
+        if span.mode == "eager":
+            fastest = min(high[form].gpu for form in forms if form in self.unlimited)
+            self.lost |= {form for form in forms if clearly_loses(high[form], fastest)}
         times: dict[int, Times] = {span.high: high}
         parts: list[tuple[int, PassWay]] = [(span.lows[0][0], VLLM)]  # each part's low end and way
         for low, size in span.lows:
@@ -206,21 +207,24 @@ class Comparison:
     def time(self, tokens: int, chosen: PassWay, forms: Sequence[Plan], mode: str) -> Times:
         """Return the times of passes of `tokens` tokens in the way that is chosen so far, in these forms, and of
         vLLM's own pass."""
-        if mode == "eager":  # all forms run before the first capture
-            for form in dict.fromkeys((chosen, *forms)):
-                self.passes.serve(() if isinstance(form, str) else [(tokens, tokens, form)])
+        if mode == "eager":  # all ways run before the first capture
+            for way in dict.fromkeys((VLLM, chosen, *forms)):
+                serve(self.passes, tokens, way)
                 self.passes.warm_up(tokens, lambda: self.run(tokens))
         # A Chooser times each size once, and a range of one size needs two trials.
-        chooser = Chooser(back_to_back, self.passes.world.backend.capturing, self.passes.world)
+        chooser = Chooser(self.clock, self.passes.world.backend.capturing, self.passes.world)
         trial = chooser.trial(choice(self.passes, tokens, chosen, (VLLM, *forms), mode, self.run))
         assert trial is not None
         if self.passes.graphs is not None:
             self.passes.graphs.keep(set())
-        if mode == "eager":
-            self.vllm = min(self.vllm, trial.times[VLLM].gpu)
-            for form in forms:
-                self.host[form] = min(self.host.get(form, math.inf), trial.times[form].host)
         return trial.times
+
+    def clock(self, run: Callable[[], object], times: int, ahead: float) -> CallTime:
+        """Time passes, and add the time of the measurement to `timed_seconds`."""
+        began = time.monotonic()
+        measured = back_to_back(run, times, ahead)
+        self.timed_seconds += time.monotonic() - began
+        return measured
 
 
 def gain(way: PassWay, times: Times) -> float:
@@ -233,11 +237,24 @@ def is_faster(form: PassWay, chosen: PassWay, times: Times) -> bool:
     return gain(form, times) >= MIN_SPEEDUP * max(gain(chosen, times), 1.0)
 
 
+def clearly_loses(form: CallTime, fastest: float) -> bool:
+    """Return whether a form is clearly slower than the fastest form that may run with more tokens, whose time in us is
+    `fastest`. Return false if this may be due to the host, whose time hardly depends on the number of tokens: then the
+    form may win with more tokens. vLLM's own pass does not count, since vLLM's all-reduce depends on the number of
+    tokens."""
+    return form.gpu > CLEARLY_SLOWER * fastest and form.host < HOST_BOUND * fastest
+
+
 def interpolated(low: int, low_times: Times, high: int, high_times: Times, tokens: int) -> Times:
     """Return the times of passes between two numbers of tokens, for the ways that were timed at both."""
     part = (tokens - low) / (high - low)
     ends = {way: zip(time, high_times[way], strict=True) for way, time in low_times.items()}
     return {way: CallTime(*(a + part * (b - a) for a, b in times)) for way, times in ends.items()}
+
+
+def serve(passes: Passes, tokens: int, way: PassWay) -> None:
+    """Let passes of `tokens` tokens run in this way."""
+    passes.serve(() if isinstance(way, str) else [(tokens, tokens, way)])
 
 
 def choice(
@@ -247,7 +264,7 @@ def choice(
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
-        passes.serve(() if isinstance(way, str) else [(tokens, tokens, way)])
+        serve(passes, tokens, way)
         run(tokens)
 
     def prepare(way: PassWay) -> None:
@@ -256,7 +273,7 @@ def choice(
             in_way(way)  # weft prepares a plan for graphs at the second call of a size
             graphs[way] = captured(passes, lambda: in_way(way))
         else:
-            in_way(way)
+            serve(passes, tokens, way)
             passes.capture(tokens, lambda: run(tokens))
 
     def once(way: PassWay) -> None:
@@ -318,6 +335,17 @@ def pass_of(runner: VllmObject, config: VllmObject) -> RunPass:
         return runner._dummy_run(tokens, **fixed, **of_size)
 
     return run
+
+
+def as_served(ranges: Sequence[Range], sizes: Sequence[int]) -> list[Range]:
+    """Return the ranges divided into what runs: vLLM's own pass runs where `sizes`, by the number of tokens, contains
+    no size of the twin. A part keeps the times of its whole range."""
+    parts = []
+    for compared in ranges:
+        for runs, group in itertools.groupby(range(compared.low, compared.high + 1), lambda tokens: sizes[tokens] > 0):
+            tokens = list(group)
+            parts.append(replace(compared, low=tokens[0], high=tokens[-1], form=compared.form if runs else None))
+    return parts
 
 
 # -- storing -----------------------------------------------------------------------------------------------------------
