@@ -6,9 +6,8 @@ A pass of a size that vLLM captures is captured and replayed. The host launches 
 with weft's operators it launches the graphs of their pieces (pieces.py). A form (`PASS_FORMS`) is chosen for a range if
 it is at least MIN_SPEEDUP times as fast as vLLM's own pass at both ends; if several forms are, the fastest is chosen.
 If another form is faster at the high end, the range is divided (`Comparison.divided`). Ranges are compared in
-ascending order, since long passes take most of the time: a form that is clearly slower than another one in a range is
-not timed in the ranges above (`clearly_loses`). The ranges are stored together with everything that the times depend
-on, so that later starts time nothing.
+descending order, and forms that cannot win in the lower ranges are not timed there (`Comparison.hopeful`). The ranges
+are stored together with everything that the times depend on, so that later starts time nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import time
@@ -31,7 +31,6 @@ import torch
 from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
 from ...timing import CallTime, back_to_back
-from ...world import World
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -47,7 +46,7 @@ IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for 
 # A way is not timed in rounds if its first timed passes are slower than the fastest way's by this factor, which is
 # larger in graphs, because short passes vary more.
 SLOWER = {"eager": 1.02, "graph": 1.2}
-CLEARLY_SLOWER = 1.03  # a form that is slower than another one by this factor is not timed with more tokens
+FAR_SLOWER = 1.2  # a form that is slower than vLLM's own pass by this factor is not timed in lower ranges
 PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
@@ -64,7 +63,7 @@ class TokenSpan(NamedTuple):
 @dataclass(frozen=True)
 class Range:
     """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of passes in
-    the range, as (tokens, {way: time})."""
+    the range, as (tokens, {way: time}); it is empty if no form was worth timing."""
 
     low: int
     high: int
@@ -81,7 +80,8 @@ class Range:
                 if way != VLLM
             ]
             ends.append(f"{tokens} tokens {times[VLLM].gpu:.0f} us{host_bound(times[VLLM])}, {', '.join(others)}")
-        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({'; '.join(ends)})"
+        figures = "; ".join(ends) or "not timed: by the times with more tokens no other way can win"
+        return f"{self.low} to {self.high} tokens: {self.form or VLLM} ({figures})"
 
 
 def host_bound(time: CallTime) -> str:
@@ -138,36 +138,38 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator, device="cpu")
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
     passes.put(Compared)
-    *_, last = all_spans = list(spans(passes))
-    comparison = Comparison(passes, run, [form for form in allowed if may_run(form, last)])
-    for span in all_spans:
-        # The blocks that torch caches are too small for longer passes, and captures need their memory.
-        free_cached_memory(passes.world)
-        forms = [form for form in allowed if may_run(form, span) and form not in comparison.lost]
-        comparison.ranges += comparison.divided(span, forms)
+    comparison = Comparison(passes, run)
+    for span in reversed(list(spans(passes))):
+        forms = comparison.hopeful(allowed, span)
+        whole = Range(span.lows[0][0], span.high, None, ())
+        comparison.ranges[:0] = comparison.divided(span, forms) if forms else [whole]
     passes.serve(())
     passes.put()
     del passes.stack.__dict__["weft_ids"]
     return comparison
 
 
-def free_cached_memory(world: World) -> None:
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
 @dataclass
 class Comparison:
-    """The results up to now: the `ranges` in ascending order, and the forms that `lost` clearly beyond the sizes that
-    vLLM captures. `unlimited` are the forms that may run with the largest number of tokens; `timed_seconds` is the time
+    """The results up to now. `ranges` are in ascending order. `far_slower` contains the forms, with the mode, that were
+    far slower at the high end of a range. `host` is, by form, the host's shortest time for a pass of a size that vLLM
+    does not capture, and `vllm` the shortest time of vLLM's own pass of such a size, in us. `timed_seconds` is the time
     of all timed passes. All ranks have the same times, so they make the same decisions."""
 
     passes: Passes
     run: RunPass
-    unlimited: Sequence[Plan] = ()
     ranges: list[Range] = field(default_factory=list)
-    lost: set[Plan] = field(default_factory=set)
+    far_slower: set[tuple[Plan, str]] = field(default_factory=set)
+    host: dict[Plan, float] = field(default_factory=dict)
+    vllm: float = math.inf
     timed_seconds: float = 0.0
+
+    def hopeful(self, allowed: Sequence[Plan], span: TokenSpan) -> list[Plan]:
+        """Return the forms to time in a range. The host's time hardly depends on the number of tokens. So beyond the
+        sizes that vLLM captures, a form cannot win if the host needs longer for it than vLLM's whole pass took with
+        more tokens."""
+        forms = [form for form in allowed if may_run(form, span) and (form, span.mode) not in self.far_slower]
+        return [form for form in forms if span.mode == "graph" or self.host.get(form, 0.0) * MIN_SPEEDUP <= self.vllm]
 
     def divided(self, span: TokenSpan, forms: Sequence[Plan]) -> list[Range]:
         """Return the ranges into which one of these forms, or several, divide a range of tokens. From the widest part
@@ -176,9 +178,8 @@ class Comparison:
         is faster too, the fastest rival is chosen. Since the time of a pass is almost linear in the number of tokens,
         a rival is not timed where it is not faster by interpolation between the widest part's two ends."""
         high = self.time(span.high, VLLM, forms, span.mode)
-        if span.mode == "eager":
-            fastest = min(high[form].gpu for form in forms if form in self.unlimited)
-            self.lost |= {form for form in forms if clearly_loses(high[form], fastest)}
+        slowest = FAR_SLOWER * high[VLLM].gpu
+        self.far_slower |= {(form, span.mode) for form in forms if high[form].gpu > slowest}
         times: dict[int, Times] = {span.high: high}
         parts: list[tuple[int, PassWay]] = [(span.lows[0][0], VLLM)]  # each part's low end and way
         for low, size in span.lows:
@@ -217,6 +218,10 @@ class Comparison:
         assert trial is not None
         if self.passes.graphs is not None:
             self.passes.graphs.keep(set())
+        if mode == "eager":
+            self.vllm = min(self.vllm, trial.times[VLLM].gpu)
+            for form in forms:
+                self.host[form] = min(self.host.get(form, math.inf), trial.times[form].host)
         return trial.times
 
     def clock(self, run: Callable[[], object], times: int, ahead: float) -> CallTime:
@@ -235,14 +240,6 @@ def gain(way: PassWay, times: Times) -> float:
 def is_faster(form: PassWay, chosen: PassWay, times: Times) -> bool:
     """Return whether a form is faster than vLLM's own pass and the chosen way, by more than equal passes differ."""
     return gain(form, times) >= MIN_SPEEDUP * max(gain(chosen, times), 1.0)
-
-
-def clearly_loses(form: CallTime, fastest: float) -> bool:
-    """Return whether a form is clearly slower than the fastest form that may run with more tokens, whose time in us is
-    `fastest`. Return false if this may be due to the host, whose time hardly depends on the number of tokens: then the
-    form may win with more tokens. vLLM's own pass does not count, since vLLM's all-reduce depends on the number of
-    tokens."""
-    return form.gpu > CLEARLY_SLOWER * fastest and form.host < HOST_BOUND * fastest
 
 
 def interpolated(low: int, low_times: Times, high: int, high_times: Times, tokens: int) -> Times:

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from ...errors import WeftError
+from ...world import World
 from . import compare, flashinfer
-from .compare import free_cached_memory
 from .dataflow import first_sentence
 from .interface import VllmObject, gather_objects, resolve
 from .row_norm_column import WovenLayers
@@ -201,6 +201,11 @@ def allocate(model: ServedModel, runner: VllmObject) -> None:
             run(tokens)
     except Exception as error:
         log.warning("weft: the memory of the largest passes is not allocated: %s: %s", type(error).__name__, error)
+
+
+def free_cached_memory(world: World) -> None:
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def attach(model: ServedModel, runner: VllmObject) -> None:
