@@ -27,6 +27,7 @@ from .timing import CallTime, Clock, cuda_clock, interleaved
 TIMES, ROUNDS = 10, 5
 LAUNCH = 500.0  # an upper bound, in us, on the time that the host usually needs for a call
 LONG = 40_000.0  # the maximum time, in us, of a candidate's calls in one round; a round has at most TIMES calls
+ENOUGH = 250_000.0  # the time, in us, of a candidate's calls after which one further round is enough
 MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
 LAUNCH_MODES = ("eager", "graph")
 
@@ -41,6 +42,12 @@ def bucket(m: int, steps: int) -> int:
     return -(-m // step) * step
 
 
+def rounds_of(us: float) -> int:
+    """Return the number of rounds for calls of this time, at least two. The longer a call, the less its times differ,
+    so the median of a few long calls is as exact as that of many short calls."""
+    return min(ROUNDS, 1 + math.ceil(ENOUGH / us))
+
+
 @dataclass(frozen=True)
 class Choice(Generic[T]):
     """A decision to make. key: identifies the uses that share the decision. The key of a collective choice is the same
@@ -49,8 +56,8 @@ class Choice(Generic[T]):
     function that runs a candidate. prepare: the function that is called once for each candidate before the candidate
     runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
     host_factor: the largest factor by which the host's part of an eager call's time grows in the uses that share the
-    decision. hopeless: a candidate is not timed in rounds if its first timed calls take more than this many times the
-    expected candidate's time."""
+    decision. hopeless: a candidate other than the expected one is not timed in rounds if its first timed calls take
+    more than this many times the fastest candidate's time. If only the expected one is left, none is."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -149,18 +156,20 @@ class Chooser:
             choice.prepare(candidate)
             choice.run(candidate)
             single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
-        limit = choice.hopeless * min(max(single_calls[way]) for way in expected.values())
+        fastest = min(map(max, single_calls.values()))
+        limit = choice.hopeless * fastest
         for way, call in single_calls.items():
             if max(call) > limit and way not in expected.values():  # possibly only the first timed call was slow
                 single_calls[way] = min(call, *self._slowest([self.time(choice, way, 1, LAUNCH)]), key=max)
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
+        rivals = hopeful if len(hopeful) > 1 else []
 
         def sample(candidate: T) -> CallTime:
             gpu, host = single_calls[candidate]
             times = max(1, min(TIMES, int(LONG / gpu)))
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
-        rounds = interleaved(hopeful, sample, ROUNDS)
+        rounds = interleaved(rivals, sample, rounds_of(fastest))
         medians = [CallTime(*map(statistics.median, zip(*samples, strict=True))) for samples in rounds.values()]
         took = single_calls | dict(zip(rounds, self._slowest(medians), strict=True))
         faster = {mode: _faster(choice, candidates, took, mode, expected[mode]) for mode in expected}

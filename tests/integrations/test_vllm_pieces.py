@@ -129,6 +129,27 @@ def test_a_form_that_cannot_be_captured_runs_without_graphs() -> None:
     assert passes.sizes == [0, MOST, MOST, 0, 0]
 
 
+def test_a_size_that_cannot_be_captured_leaves_other_sizes_captured() -> None:
+    """The form has graphs of a larger size. Passes of the size without graphs are vLLM's, since graphs were timed."""
+    group: Any = SimpleNamespace(world=SimpleNamespace(exchange=lambda value: [value]))
+    graphs = PieceGraphs(read_interface().objects, group, torch.device("cpu"), MOST)
+    wrapper, form = standin.CUDAGraphWrapper(lambda: None), PASS_FORMS[0]
+
+    def one_pass(size: int) -> None:
+        if size == 8:
+            raise RuntimeError("cannot be captured")
+        wrapper.concrete_cudagraph_entries[graphs.captured[size, form]] = ()
+
+    for size in (MOST, 8, 6):
+        graphs.capture((size, form), functools.partial(one_pass, size))
+    assert set(graphs.captured) == {(MOST, form), (6, form)}
+    assert graphs.text().endswith(f"; not all by {form}: RuntimeError: cannot be captured"), graphs.text()
+    passes: Any = SimpleNamespace(graphs=graphs, sizes=[0, 6, 8, MOST], world=SimpleNamespace(batch_invariant=False))
+    passes.key_of_graphs = lambda tokens: (passes.sizes[tokens], form) if tokens else None
+    Passes.leave_uncaptured(passes)
+    assert passes.sizes == [0, 6, 0, MOST]
+
+
 def test_no_rank_captures_if_one_rank_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's context of captures is collective, so a rank that entered it alone would wait forever."""
     lacking = lambda graphs: "0 MiB would be free" if graphs.group.rank_in_group == 1 else ""  # noqa: E731
@@ -153,6 +174,8 @@ def test_sizes_whose_capture_fails_at_last_stay_vllms(monkeypatch: pytest.Monkey
         assert report.passes is not None
         sizes, error = list(report.passes.sizes), error_of_passes(report, 5)
         assert wrapper.concrete_cudagraph_entries
+        assert "5 to 8 tokens: vLLM (8 tokens 1000 us, 2.000x by" in report.text()
+        assert "9 to 12 tokens: Sequential() (" in report.text()
         report.give_up("the test ends")
         return sizes, error, len(wrapper.concrete_cudagraph_entries)
 

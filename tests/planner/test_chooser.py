@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -146,6 +147,36 @@ def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, timing: tuple[int, f
         return [(times, ahead) for _, plan, times, ahead in noted(world) if plan == Sequential()]
 
     assert emulate(rank) == [(1, chooser.LAUNCH), *[timing] * chooser.ROUNDS]
+
+
+@pytest.mark.parametrize(("us", "rounds"), [(4e3, 5), (1e5, 4), (1.9e5, 3), (1e6, 2)])
+def test_long_calls_have_fewer_rounds(us: float, rounds: int) -> None:
+    timed: list[str] = []
+
+    def clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+        run()
+        return CallTime(us, 0.0)
+
+    Chooser(clock, lambda: False).choose(Choice("key", lambda mode: "a", lambda: ["a", "b"], timed.append))
+    assert timed.count("b") == 1 + 1 + rounds, "a warm-up, the first timed call and the rounds"
+
+
+@pytest.mark.parametrize(
+    ("us", "rounds"), [((100, 99.5, 101), (5, 5, 5)), ((100, 90, 101), (5, 5, 0)), ((100, 150, 101), (5, 0, 5)), ((100, 150, 103), (0, 0, 0))]
+)  # fmt: skip
+def test_only_rivals_are_timed_in_rounds(us: tuple[float, ...], rounds: tuple[int, ...]) -> None:
+    """A candidate that is 2% slower than the fastest is none, except the expected candidate."""
+    names, running, timed = ("expected", "b", "c"), list[str](), Counter[str]()
+
+    def clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+        run()
+        timed[running[-1]] += 1
+        return CallTime(us[names.index(running[-1])], 0.0)
+
+    choice = Choice("key", lambda mode: "expected", lambda: names, running.append, hopeless=1.02)
+    Chooser(clock, lambda: False).choose(choice)
+    again = [timed[name] - 1 for name in names]  # after the first timed call
+    assert tuple(count if count > 1 else 0 for count in again) == rounds, timed
 
 
 def test_no_plan_always_comes_behind_the_same(us: dict) -> None:

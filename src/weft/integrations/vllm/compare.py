@@ -20,8 +20,9 @@ import json
 import math
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -42,7 +43,7 @@ RunPass: TypeAlias = Callable[[int], object]  # runs a pass with this number of 
 Times: TypeAlias = dict[PassWay, CallTime]  # the time of a pass in each way
 Named: TypeAlias = tuple[int, dict[str, CallTime]]  # a number of tokens, and a pass's time by the way's name
 IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for no more than one tile of a GEMM
-# A way is not timed in rounds if its first timed passes are slower than the chosen way's by this factor, which is
+# A way is not timed in rounds if its first timed passes are slower than the fastest way's by this factor, which is
 # larger in graphs, because short passes vary more.
 SLOWER = {"eager": 1.02, "graph": 1.2}
 FAR_SLOWER = 1.2  # a form that is slower than vLLM's own pass by this factor is not timed in lower ranges
@@ -130,37 +131,38 @@ def may_run(form: Plan, span: TokenSpan) -> bool:
     return span.mode == "eager" or form in IN_GRAPHS
 
 
-def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> list[Range]:
-    """Return the fastest way in each range. The tokens are random ids of a vocabulary of this size. The call is
+def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: int) -> Comparison:
+    """Compare the ways in each range. The tokens are random ids of a vocabulary of this size. The call is
     collective."""
     generator = torch.Generator("cpu").manual_seed(0)  # the same tokens on all ranks
     ids = torch.randint(vocabulary, (passes.max_tokens,), generator=generator, device="cpu")
     passes.stack.__dict__["weft_ids"] = ids.to(passes.world.device)
     passes.put(Compared)
     comparison = Comparison(passes, run)
-    ranges: list[Range] = []
     for span in reversed(list(spans(passes))):
         forms = comparison.hopeful(allowed, span)
         whole = Range(span.lows[0][0], span.high, None, ())
-        ranges[:0] = comparison.divided(span, forms) if forms else [whole]
+        comparison.ranges[:0] = comparison.divided(span, forms) if forms else [whole]
     passes.serve(())
     passes.put()
     del passes.stack.__dict__["weft_ids"]
-    return ranges
+    return comparison
 
 
 @dataclass
 class Comparison:
-    """The results up to now. `far_slower` contains the forms, with the mode, that were far slower at the high end of a
-    range. `host` is, by form, the host's shortest time for a pass of a size that vLLM does not capture, and `vllm` the
-    shortest time of vLLM's own pass of such a size, in us. All ranks have the same times, so they make the same
-    decisions."""
+    """The results up to now. `ranges` are in ascending order. `far_slower` contains the forms, with the mode, that were
+    far slower at the high end of a range. `host` is, by form, the host's shortest time for a pass of a size that vLLM
+    does not capture, and `vllm` the shortest time of vLLM's own pass of such a size, in us. `timed_seconds` is the time
+    of all timed passes. All ranks have the same times, so they make the same decisions."""
 
     passes: Passes
     run: RunPass
+    ranges: list[Range] = field(default_factory=list)
     far_slower: set[tuple[Plan, str]] = field(default_factory=set)
     host: dict[Plan, float] = field(default_factory=dict)
     vllm: float = math.inf
+    timed_seconds: float = 0.0
 
     def hopeful(self, allowed: Sequence[Plan], span: TokenSpan) -> list[Plan]:
         """Return the forms to time in a range. The host's time hardly depends on the number of tokens. So beyond the
@@ -206,12 +208,12 @@ class Comparison:
     def time(self, tokens: int, chosen: PassWay, forms: Sequence[Plan], mode: str) -> Times:
         """Return the times of passes of `tokens` tokens in the way that is chosen so far, in these forms, and of
         vLLM's own pass."""
-        if mode == "eager":  # all forms run before the first capture
-            for form in dict.fromkeys((chosen, *forms)):
-                self.passes.serve(() if isinstance(form, str) else [(tokens, tokens, form)])
+        if mode == "eager":  # all ways run before the first capture
+            for way in dict.fromkeys((VLLM, chosen, *forms)):
+                serve(self.passes, tokens, way)
                 self.passes.warm_up(tokens, lambda: self.run(tokens))
         # A Chooser times each size once, and a range of one size needs two trials.
-        chooser = Chooser(back_to_back, self.passes.world.backend.capturing, self.passes.world)
+        chooser = Chooser(self.clock, self.passes.world.backend.capturing, self.passes.world)
         trial = chooser.trial(choice(self.passes, tokens, chosen, (VLLM, *forms), mode, self.run))
         assert trial is not None
         if self.passes.graphs is not None:
@@ -221,6 +223,13 @@ class Comparison:
             for form in forms:
                 self.host[form] = min(self.host.get(form, math.inf), trial.times[form].host)
         return trial.times
+
+    def clock(self, run: Callable[[], object], times: int, ahead: float) -> CallTime:
+        """Time passes, and add the time of the measurement to `timed_seconds`."""
+        began = time.monotonic()
+        measured = back_to_back(run, times, ahead)
+        self.timed_seconds += time.monotonic() - began
+        return measured
 
 
 def gain(way: PassWay, times: Times) -> float:
@@ -240,6 +249,11 @@ def interpolated(low: int, low_times: Times, high: int, high_times: Times, token
     return {way: CallTime(*(a + part * (b - a) for a, b in times)) for way, times in ends.items()}
 
 
+def serve(passes: Passes, tokens: int, way: PassWay) -> None:
+    """Let passes of `tokens` tokens run in this way."""
+    passes.serve(() if isinstance(way, str) else [(tokens, tokens, way)])
+
+
 def choice(
     passes: Passes, tokens: int, chosen: PassWay, candidates: Sequence[PassWay], mode: str, run: RunPass
 ) -> Choice[PassWay]:
@@ -247,7 +261,7 @@ def choice(
     graphs: dict[PassWay, torch.cuda.CUDAGraph] = {}
 
     def in_way(way: PassWay) -> None:
-        passes.serve(() if isinstance(way, str) else [(tokens, tokens, way)])
+        serve(passes, tokens, way)
         run(tokens)
 
     def prepare(way: PassWay) -> None:
@@ -256,7 +270,7 @@ def choice(
             in_way(way)  # weft prepares a plan for graphs at the second call of a size
             graphs[way] = captured(passes, lambda: in_way(way))
         else:
-            in_way(way)
+            serve(passes, tokens, way)
             passes.capture(tokens, lambda: run(tokens))
 
     def once(way: PassWay) -> None:
@@ -291,11 +305,10 @@ class Captured(Compared):
 def captured(passes: Passes, one_pass: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """Return a CUDA graph of the stack's part of one pass, captured as in vLLM."""
     graph = torch.cuda.CUDAGraph()
-    capture = importlib.import_module("vllm.distributed.parallel_state").graph_capture
     passes.stack.__dict__["weft_graph"] = graph
     passes.put(Captured)
     try:
-        with capture(device=passes.world.device):
+        with passes.capture_context(device=passes.world.device):
             one_pass()
     finally:
         passes.put(Compared)
@@ -319,6 +332,17 @@ def pass_of(runner: VllmObject, config: VllmObject) -> RunPass:
         return runner._dummy_run(tokens, **fixed, **of_size)
 
     return run
+
+
+def as_served(ranges: Sequence[Range], sizes: Sequence[int]) -> list[Range]:
+    """Return the ranges divided into what runs: vLLM's own pass runs where `sizes`, by the number of tokens, contains
+    no size of the twin. A part keeps the times of its whole range."""
+    parts = []
+    for compared in ranges:
+        for runs, group in itertools.groupby(range(compared.low, compared.high + 1), lambda tokens: sizes[tokens] > 0):
+            tokens = list(group)
+            parts.append(replace(compared, low=tokens[0], high=tokens[-1], form=compared.form if runs else None))
+    return parts
 
 
 # -- storing -----------------------------------------------------------------------------------------------------------

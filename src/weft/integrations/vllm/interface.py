@@ -28,6 +28,7 @@ REQUIRED = {  # the function and the parameters for each name; if a function is 
     "norm": f"{VLLM_LAYERS}.layernorm:RMSNorm.forward_native(self, x, residual)",
     "group": "vllm.distributed:get_tp_group()",
     "context": "vllm.forward_context:get_forward_context()",
+    "capture": "vllm.distributed.parallel_state:graph_capture(device)",
 }
 OPTIONAL = {
     "gemma_norm": f"{VLLM_LAYERS}.layernorm:GemmaRMSNorm.forward_native(self, x, residual)",
@@ -44,7 +45,6 @@ CAPTURES = {  # without one of them, weft captures no passes beside vLLM's own (
     "wrapper": "vllm.compilation.cuda_graph:CUDAGraphWrapper.clear_graphs(self)",
     "batch": "vllm.forward_context:BatchDescriptor.__init__(self, num_tokens)",
     "graph_mode": "vllm.config:CUDAGraphMode.has_piecewise_cudagraphs(self)",
-    "capture": "vllm.distributed.parallel_state:graph_capture(device)",
     "allow_captures": "vllm.compilation.monitor:set_cudagraph_capturing_enabled(enabled)",
 }
 OPTIONAL |= CAPTURES

@@ -30,8 +30,9 @@ Key = tuple[int, Plan]  # a number of tokens and a form
 class PieceGraphs:
     """The graphs of one model's pieces. vLLM's wrapper keeps a graph for each `batch_descriptor` of a pass; `captured`
     maps each captured size and form to its descriptor. A graph reads the tokens from `inputs`. If weft captures no more
-    pieces, `why_not` is the reason; `failures` contains the errors of the forms that cannot be captured, and `worked`
-    the forms that all ranks have captured once. `wrapper` is a wrapper that has graphs.
+    pieces, `why_not` is the reason. `failures` contains a form's last error, and `worked` the forms that all ranks have
+    captured once; a form that failed before it ever worked is not captured again. `wrapper` is a wrapper that has
+    graphs.
 
     `pool` is the memory of the graphs. torch cannot capture into a pool whose graphs are all dropped while a tensor in
     it (such as cuBLAS's workspace) still exists. vLLM's own pool therefore stays unused, and after the last graph is
@@ -67,7 +68,8 @@ class PieceGraphs:
         """Return the report's line."""
         line = f"captures passes of {len(self.captured)} sizes beyond vLLM's"
         line += f", and no more: {self.why_not}" if self.why_not else ""
-        return line + "".join(f"; none by {form}: {error}" for form, error in self.failures.items())
+        amount = {form: "not all" if form in self.worked else "none" for form in self.failures}
+        return line + "".join(f"; {amount[form]} by {form}: {error}" for form, error in self.failures.items())
 
     def fit(self, key: Key, arguments: Mapping[str, VllmObject]) -> bool:
         """Return whether graphs of this size and form exist and can read a pass's arguments: one id and one position
@@ -109,7 +111,7 @@ class PieceGraphs:
         """Capture the pieces of a size and form in a pass, unless any rank fails. The call is collective; a capture
         runs no kernel of weft's, so no rank waits for a rank that fails. Everything that the pass needs must exist, and
         stay as it is: the graphs contain its addresses."""
-        if self.why_not is not None or key[1] in self.failures or key in self.captured:
+        if self.why_not is not None or key[1] in self.failures.keys() - self.worked or key in self.captured:
             return
         self.why_not = self.first_error(self.lack_of_memory())  # vLLM's `graph_capture` is collective
         if self.why_not is not None:

@@ -388,8 +388,8 @@ def passes_of(candidates: Candidates, classes: Classes, interface: Interface, re
     if world.batch_invariant:
         report.left.append("attention, embedding, lm_head, sampler and the first GEMM, as in its batch-invariant mode")
     max_tokens = config.scheduler_config.max_num_batched_tokens
-    context = interface.objects["context"]
-    passes = Passes(candidates.stack, twin, world, context, max_tokens, captured_sizes(config))
+    contexts = interface.objects["context"], interface.objects["capture"]
+    passes = Passes(candidates.stack, twin, world, *contexts, max_tokens, captured_sizes(config))
     if CAPTURES.keys() <= interface.objects.keys() and not getattr(candidates.stack, "do_not_compile", True):
         passes.graphs = PieceGraphs(interface.objects, report.group, world.device, max_tokens)
         world.max_captured_rows = max_tokens

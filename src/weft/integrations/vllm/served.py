@@ -25,7 +25,7 @@ models: list[ServedModel] = []  # one entry for each model that this process has
 class ServedModel:
     """One loaded model. `served` contains a line for each kind of module in the twin; `left` contains a line for each
     reason why vLLM computes a part of the model. `passes` is None if vLLM computes the whole model. `ranges` is None
-    until weft has compared the ranges, in `seconds` seconds, or has read them from the file that an earlier start
+    until weft has compared the ranges, which had this `cost`, or has read them from the file that an earlier start
     stored for a model with the same `depends_on`. `error` is the error of an attempt to run the twin; `started` is true
     once weft has decided which passes to serve. `counts` are the counts at the end of the start."""
 
@@ -39,7 +39,7 @@ class ServedModel:
     passes: Passes | None = None
     forms: Sequence[Plan] = ()
     ranges: list[Range] | None = None
-    seconds: float = 0.0
+    cost: str = ""
     depends_on: Mapping[str, object] = field(default_factory=dict)
     error: str | None = None
     started: bool = False
@@ -68,7 +68,7 @@ class ServedModel:
         lines += [f"  serves {line}" for line in self.served] + [f"  leaves to vLLM {line}" for line in self.left]
         if self.passes is not None and self.passes.unwoven is not None:
             lines.append(f"  runs no pass in two parts over whole layers: {self.passes.unwoven}")
-        lines += [f"  compared in {self.seconds:.0f} s"] if self.seconds else []
+        lines += [f"  {self.cost}"] if self.cost else []
         if self.passes is not None and self.passes.graphs is not None:
             lines.append(f"  {self.passes.graphs.text()}")
         lines += [f"  {compared.line()}" for compared in self.ranges or ()]

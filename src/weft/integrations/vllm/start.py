@@ -17,6 +17,7 @@ from .dataflow import first_sentence
 from .interface import VllmObject, gather_objects, resolve
 from .row_norm_column import WovenLayers
 from .served import ServedModel, counts, models
+from .twin import Passes
 
 log = logging.getLogger("vllm.weft")
 WORKER = "vllm.v1.worker.gpu_worker:Worker"
@@ -148,9 +149,7 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
     passes.put()
     with torch.inference_mode():
         if model.ranges is None:
-            began = time.monotonic()
-            model.ranges = compare.compare(passes, model.forms, run, model.config.model_config.get_vocab_size())
-            model.seconds = time.monotonic() - began
+            model.ranges = compared_ranges(model, passes, run)
             if model.group.rank_in_group == 0:
                 store(model)
         free_cached_memory(passes.world)  # of the comparison
@@ -174,7 +173,20 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
                 step(tokens, functools.partial(run, tokens))
         if timed_in_graphs:
             passes.leave_uncaptured()
+            model.ranges = compare.as_served(model.ranges, passes.sizes)
         passes.world.wait_for_streams()
+
+
+def compared_ranges(model: ServedModel, passes: Passes, run: compare.RunPass) -> list[compare.Range]:
+    """Compare model and twin, and return the ranges. Adds the cost of the comparison to the report."""
+    began, before = time.monotonic(), counts(passes.world)
+    comparison = compare.compare(passes, model.forms, run, model.config.model_config.get_vocab_size())
+    seconds, added = time.monotonic() - began, counts(passes.world) - before
+    model.cost = (
+        f"compared in {seconds:.0f} s, of which timed passes took {comparison.timed_seconds:.0f} s,"
+        f" with {added['compiles']} compiles and {added['trials']} trials of operators"
+    )
+    return comparison.ranges
 
 
 def allocate(model: ServedModel, runner: VllmObject) -> None:

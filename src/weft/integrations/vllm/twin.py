@@ -114,15 +114,16 @@ def twin_of(stack: VllmObject, copies: dict[int, nn.Module], name: str, wrapper:
 @dataclass(eq=False)
 class Passes:
     """A stack of layers with its twin, for passes of up to `max_tokens` tokens; `captured` are the numbers of tokens
-    that vLLM captures, and `context` returns the context of a pass, in which attention finds its slots. `sizes` maps
-    each number of tokens to the padded number with which the twin runs, or to 0 for vLLM's own pass. `names` are the
-    names of the arguments of a pass. `graphs` are those of sizes that vLLM does not capture; None if there can be none.
-    `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is the reason."""
+    that vLLM captures, within `capture_context`, and `context` returns the context of a pass, in which attention finds
+    its slots. `sizes` maps each number of tokens to the padded number with which the twin runs, or to 0 for vLLM's own
+    pass. `names` are the names of the arguments of a pass. `graphs` are those of sizes that vLLM does not capture; None
+    if there can be none. `woven` runs passes in two parts over whole layers; if it is None, `unwoven` is the reason."""
 
     stack: VllmObject
     twin: VllmObject
     world: World
     context: Callable[[], VllmObject]
+    capture_context: Callable[..., AbstractContextManager[object]]
     max_tokens: int
     captured: tuple[int, ...] = ()
     graphs: PieceGraphs | None = None
