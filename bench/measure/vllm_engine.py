@@ -34,8 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
         vocab_size=151936, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
     ),
 }  # fmt: skip
+STOCK_AGAIN = "stock again"
 METHODS: dict[str, dict[str, bool]] = {  # the compilation passes that differ from vLLM's defaults
     "stock": {},
+    STOCK_AGAIN: {},
     "weft": {},
     "stock unfused": {"fuse_allreduce_rms": False},
     "async tp": {"enable_sp": True, "fuse_gemm_comms": True},
