@@ -158,6 +158,12 @@ def row(ratio: float, mix: str = "decode", date: str = "2026-11-26", method: str
     )  # fmt: skip
 
 
+def test_the_log_contains_the_memory_allocated_during_requests() -> None:
+    """Both ranks had allocated 10 segments before; rank 1 has allocated two more, of 20 MiB and 2 MiB."""
+    line = vllm_engine.allocations([(10, 5 << 30)] * 2, [(10, 5 << 30), (12, (5 << 30) + (22 << 20))])
+    assert line.endswith("by rank: 0 segments of 0 MiB in all, 2 segments of 22 MiB in all")
+
+
 def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     """Only the newest row of a model, mix and method counts, and the page names the mixes of each date."""
 
