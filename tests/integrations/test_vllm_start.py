@@ -420,6 +420,27 @@ def test_the_counts_after_the_start_contain_preparations_and_collections() -> No
     assert standin.run(main) == [(1, 0, True)] * 2
 
 
+def test_a_dropped_call_counts_when_it_is_prepared_again() -> None:
+    """The World drops all prepared calls when memory that they share grows. The decisions keep the dropped calls, so
+    that the table of prepared calls does not grow again."""
+
+    def main(world: weft.World) -> tuple[int, int]:
+        x, weight = torch.ones(4, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+
+        def call() -> None:
+            weft.all_reduce_rms_norm(x, None, weight, world=world, plan="two_shot")
+
+        call()
+        world.forget_prepared()
+        before = counts(world)
+        call()
+        later = counts(world)
+        call()
+        return later["preparations"] - before["preparations"], counts(world)["preparations"] - later["preparations"]
+
+    assert standin.run(main) == [(1, 0)] * 2
+
+
 def requests(world: weft.World, count: int) -> tuple[str, int]:
     """Start an engine in a separate process, and run this many passes of random sizes."""
     with pytest.MonkeyPatch.context() as monkeypatch, standin.served_by_plugin(monkeypatch):
