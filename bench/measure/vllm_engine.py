@@ -34,8 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
         vocab_size=151936, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
     ),
 }  # fmt: skip
+STOCK_AGAIN = "stock again"
 METHODS: dict[str, dict[str, bool]] = {  # the compilation passes that differ from vLLM's defaults
     "stock": {},
+    STOCK_AGAIN: {},
     "weft": {},
     "stock unfused": {"fuse_allreduce_rms": False},
     "async tp": {"enable_sp": True, "fuse_gemm_comms": True},
@@ -157,6 +159,13 @@ class WorkerExtension:
         backend = None if workspace is None else workspace.backend
         return {"backend": backend, "matches": replaced_matches("AllReduceFusionPass")}
 
+    def allocated(self) -> tuple[int, int]:
+        """Return the number of segments that torch's allocator has asked CUDA for so far, and their bytes."""
+        import torch
+
+        memory = torch.cuda.memory_stats()
+        return memory["segment.all.allocated"], memory["reserved_bytes.all.allocated"]
+
     def start_trace(self: Any) -> str | None:
         """Start torch.profiler on the GPU and the CUDA calls, but not on the host's operations, which would last longer.
         Each `execute_model` until `stop_trace` adds a step in (begin ns, end ns, tokens). Returns the error if one is
@@ -272,6 +281,16 @@ def facts(llm: Any, setup: Setup) -> dict[str, Any]:
     }
 
 
+def allocations(before: list[tuple[int, int]], after: list[tuple[int, int]]) -> str:
+    """Return the line of the log on the memory that each rank allocated between two calls of
+    `WorkerExtension.allocated`. A request waits for such an allocation."""
+    lines = [
+        f"{segments - earlier_segments} segments of {nbytes - earlier_nbytes >> 20} MiB in all"
+        for (earlier_segments, earlier_nbytes), (segments, nbytes) in zip(before, after, strict=True)
+    ]
+    return f"allocated during requests, by rank: {', '.join(lines)}"
+
+
 def requests(load: Load) -> tuple[list[Any], list[Any]]:
     """Return the random prompts and the parameters of a load, which are the same in every call."""
     from vllm import SamplingParams
@@ -321,11 +340,13 @@ def main(setup: Setup, pipe: Connection, log: Path) -> None:
     }
     try:
         llm = start(setup)
+        allocated = llm.collective_rpc("allocated")
         pipe.send(facts(llm, setup))
         gc.collect()
         gc.freeze()  # vLLM does so in its server and its workers: a collection of all objects would delay requests
         while (load := pipe.recv()) is not None:
             pipe.send(load.run(llm))
+        print(allocations(allocated, llm.collective_rpc("allocated")), flush=True)
         if setup.method == "weft":
             facts(llm, setup)
     except Exception:

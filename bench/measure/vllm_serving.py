@@ -9,14 +9,18 @@ All engines of a model share the same GPUs at the same time, one process each (v
 turns while the others are idle: a repeat is stock, the other methods, stock. A drift of the machine therefore affects
 all of them, and the difference between the two turns of stock in a repeat bounds the meaning of a ratio. "stock" is
 vLLM as it is installed, with flashinfer's fused all-reduce + norm; "stock unfused" is without it; "async tp" has vLLM's
-own sequence parallelism. Models have random weights, their published layer sizes and 16 layers, so that an engine
-starts within two minutes, with vLLM's default CUDA graphs and compiled code and without prefix caching.
+own sequence parallelism; "stock again" is stock in a second engine. Two turns of one engine cannot show how far equal
+engines differ, for example by the placement of their memory and processes; the rows of "stock again" show it.
+
+Models have random weights, their published layer sizes and 16 layers, so that engines start in minutes, with vLLM's
+default CUDA graphs and compiled code and without prefix caching.
 
 A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
 stock around it; `ratio`, the median of stock's mean over the method's; `ratio_range`; `null_range`, of the ratio of stock's two turns;
 `first`, the seconds of the method's first turn of this mix; [median, 99th percentile] in milliseconds of the time from a request's arrival
 to its first token and between tokens; "fused all-reduce": whether the engine was asked for it, its workers' backend, and the matches in
-the compiled model that it replaced. The program writes rows mix by mix, and the engines' logs to the same folder.
+the compiled model that it replaced. The program writes rows mix by mix, and the engines' logs to the same folder; at
+its end a log has the memory that the engine allocated during requests.
 
 The mix "timeline" is to be the last: torch.profiler traces steps of TRACED's tokens. DIR/vllm_timeline.jsonl has a row for each engine and step,
 with `ratio_step` and `ratio_layer`, stock's time over the method's by class of kernels; DIR/vllm_timeline.txt lists the kernels of a layer. Traced

@@ -181,22 +181,20 @@ def figures(results: Path) -> str:
     return grid(head, table, 1)
 
 
-def requests(path: Path) -> tuple[str, str]:
+def requests(rows: list[Row]) -> tuple[str, str]:
     """Return the lowest and the highest ratio over vLLM's mixes of requests, from the median repeats of alternating
     engines, and the model."""
-    ratios = [row["ratio"] for row in rows_of(path)]
-    (model,) = {row["model"] for row in rows_of(path)}
+    ratios = [row["ratio"] for row in rows]
+    (model,) = {row["model"] for row in rows}
     return f"{min(ratios):.2f}x to {max(ratios):.2f}x", model
 
 
 def doors(results: Path) -> str:
     """Return the README's table of the code to write for each kind of program and of its gains, and the caveats."""
-    paths = [results / machine / "vllm_serving.jsonl" for machine in VLLM]
-    served = [f"{model} **{gain}**" for gain, model in map(requests, paths)]
-    lowest, null = (
-        min(row[field][0] for path in paths for row in rows_of(path)) for field in ("ratio_range", "null_range")
-    )
-    mixes = [row for path in paths for row in vllm_page.newest_of(rows_of(path))]
+    served = [vllm_page.with_second_stock(rows_of(results / name / "vllm_serving.jsonl")) for name in VLLM]
+    gains = [f"{model} **{gain}**" for gain, model in map(requests, served)]
+    lowest, null = (min(row[field][0] for rows in served for row in rows) for field in ("ratio_range", "null_range"))
+    mixes = [row for rows in served for row in vllm_page.newest_of(rows)]
     noise = f"{sum(not vllm_page.beyond_noise(row) for row in mixes)} of {len(mixes)} within noise"
     gained = [{line[0]: line[1] for line in means(load(results / name), layers(results / name))} for name in MACHINES]
     woven = [
@@ -204,7 +202,7 @@ def doors(results: Path) -> str:
     ]
     mlp = [f"**{layer_picture.all_sizes(load(results / name)):.2f}x**" for name in MACHINES]
     rows = [
-        ["[vLLM](docs/vllm.md)", "`vllm serve MODEL -tp 4`, unchanged", *served],
+        ["[vLLM](docs/vllm.md)", "`vllm serve MODEL -tp 4`, unchanged", *gains],
         ["[Transformers](docs/transformers.md)", "`model = weft.hf.weave(model)`", *woven],
         ["[torch](docs/guide.md)", "`weft.nn.ParallelMLP(4096, 14336, world=world)`", *mlp],
         ["[your own kernels](docs/writing-kernels.md)", "`@weft.jit`", "–", "–"],

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.measure.vllm_engine import STOCK_AGAIN
 from bench.pages.tables import Rows, grid, lines_of, page
 
 TABLES = "bench/results/vllm.md"
+CASE = ("model", "ranks", "mix", "rate", "tokens_a_step")
 FORMS = {
     "auto": "the plugin's choice", "whole": "norm fused with the sum", "rows": "residuals by rows", "woven": "two parts",
 }  # fmt: skip
@@ -49,14 +51,29 @@ def answers(results: Path) -> str:
     return f"vLLM {versions} {note}:\n\n{grid(head, table)}"
 
 
+def case_of(row: dict) -> tuple[object, ...]:
+    return tuple(row[name] for name in CASE)
+
+
+def with_second_stock(lines: Rows) -> Rows:
+    """Return the rows of all methods but the second stock engine. The null range of a row includes that engine's newest
+    ratios in the same case."""
+    second = {case_of(row): row["ratio_range"] for row in lines if row["method"] == STOCK_AGAIN}
+    rows = []
+    for row in lines:
+        if row["method"] != STOCK_AGAIN:
+            lows, highs = zip(row["null_range"], second.get(case_of(row), row["null_range"]), strict=True)
+            rows.append(row | {"null_range": [min(lows), max(highs)]})
+    return rows
+
+
 def newest_of(lines: Rows) -> Rows:
-    """Return the newest row of each model, mix and method."""
-    key = ("model", "ranks", "mix", "method", "rate", "tokens_a_step")
-    return list({tuple(row[name] for name in key): row for row in lines}.values())
+    """Return the newest row of each model, mix and method, as `with_second_stock` does."""
+    return list({(row["method"], *case_of(row)): row for row in with_second_stock(lines)}.values())
 
 
 def beyond_noise(row: dict) -> bool:
-    """Return whether the median speedup is outside the range of the ratio of stock vLLM's two turns, in either order."""
+    """Return whether the median speedup is outside the range of stock vLLM's ratios to itself, in either order."""
     lowest, highest = row["null_range"]
     noise = max(highest, 1 / lowest)
     return not 1 / noise <= row["ratio"] <= noise
@@ -71,8 +88,8 @@ def mix_of(row: dict) -> str:
 
 def serving(lines: Rows) -> str:
     """Return a line for the newest row of each model, mix and method: the median speedup, bold only if it is outside
-    the range of stock vLLM's two turns, and both ranges. If the rows have several dates, the text above the table names
-    the mixes of each date."""
+    the range of stock vLLM's ratios to itself, and both ranges. If the rows have several dates, the text above the
+    table names the mixes of each date."""
     table = []
     mixes: dict[str, list[str]] = {}  # by date
     for row in newest_of(lines):

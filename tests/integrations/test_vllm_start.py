@@ -356,8 +356,7 @@ def test_passes_that_the_start_did_not_see_are_vllms(monkeypatch: pytest.MonkeyP
 
 def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA loads the kernels that pad at their first launch, and may wait for the GPU. The memory of the comparison is
-    freed. After vLLM's capture, which frees all cached memory, the largest pass without a graph allocates its memory
-    again."""
+    freed. After vLLM's capture, which frees all cached memory, the passes without graphs run again."""
     times_of(monkeypatch, lambda tokens, form: 2.0 if form == (OwnRows() if tokens <= 4 else PASS_FORMS[2]) else 0.5)
     ran: dict[int, list[Any]] = {0: [], 1: []}
 
@@ -368,7 +367,7 @@ def test_the_start_runs_each_size_and_pads_each_form(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(standin.ModelRunner, "capture_model", lambda self: note("capture"))
     monkeypatch.setattr(start, "free_cached_memory", lambda world: note("freed"))
     standin.run(lambda world: started(world) and None)
-    assert all(events[-10:] == ["freed", 12, 8, 4, 2, 1, 5, 3, "capture", 12] for events in ran.values()), ran
+    assert all(events[-11:] == ["freed", 12, 8, 4, 2, 1, 5, 3, "capture", 12, 8] for events in ran.values()), ran
 
 
 def test_an_engine_without_memory_for_its_largest_passes_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,6 +427,36 @@ def test_the_counts_after_the_start_contain_preparations_and_collections() -> No
         return further["preparations"], further["allocations"], further["collections"] > 0
 
     assert standin.run(main) == [(1, 0, True)] * 2
+
+
+def test_a_dropped_call_counts_when_it_is_prepared_again() -> None:
+    """The World drops all prepared calls when memory that they share grows. The decisions keep the dropped calls, so
+    that the table of prepared calls does not grow again."""
+
+    def main(world: weft.World) -> tuple[int, int]:
+        x, weight = torch.ones(4, 32, dtype=torch.bfloat16), torch.ones(32, dtype=torch.bfloat16)
+
+        def call() -> None:
+            weft.all_reduce_rms_norm(x, None, weight, world=world, plan="two_shot")
+
+        call()
+        world.forget_prepared()
+        before = counts(world)
+        call()
+        later = counts(world)
+        call()
+        return later["preparations"] - before["preparations"], counts(world)["preparations"] - later["preparations"]
+
+    assert standin.run(main) == [(1, 0)] * 2
+
+
+def test_the_last_passes_of_the_start_are_those_without_graphs_and_the_largest_of_vllm() -> None:
+    def main(world: weft.World) -> list[int]:
+        passes = Passes(torch.nn.Identity(), None, world, lambda: None, 1024, captured=(1, 2, 4))
+        passes.serve([(1, 4, OwnRows()), (385, 700, OwnRows())])
+        return passes.last_warm_ups()
+
+    assert standin.run(main) == [[1024, 768, 640, 512]] * 2
 
 
 def requests(world: weft.World, count: int) -> tuple[str, int]:

@@ -48,6 +48,18 @@ def test_a_repeat_is_stock_method_stock() -> None:
     assert row["latency"]["weft"] == {"first_token_ms": [20.0, 30.0], "between_tokens_ms": [1.0, 5.0]}
 
 
+def test_a_row_of_the_second_stock_engine_shows_what_two_turns_of_one_engine_cannot() -> None:
+    """The second stock engine has the settings of the other, and here it is slower by a quarter."""
+    order: list[str] = []
+    seconds = {"stock": [4.0] * 4, "weft": [2.0] * 2, "stock again": [5.0] * 2}
+    engines = {method: Turns(method, deque(times), order) for method, times in seconds.items()}
+    results = vllm_serving.take_turns(engines, MIXES["decode"].load(8, 0.0), 2, time.monotonic() + 60)
+    assert order == ["stock", "weft", "stock again", "stock"] * 2
+    row = vllm_serving.comparison(results, "stock again")
+    assert row["ratio"] == 0.8 and row["null_range"] == [1.0, 1.0]
+    assert vllm_engine.METHODS["stock again"] == vllm_engine.METHODS["stock"]
+
+
 def test_turns_end_with_the_time() -> None:
     order: list[str] = []
     engines = {name: Turns(name, deque([1.0] * 6), order) for name in ("stock", "weft")}
@@ -136,17 +148,24 @@ def test_matches_are_those_of_the_passes_that_live() -> None:
     assert vllm_engine.replaced_matches("AllReduceFusionPass") == 0
 
 
+def row(ratio: float, mix: str = "decode", date: str = "2026-11-26", method: str = "weft") -> dict[str, Any]:
+    latency = {"first_token_ms": [10.0, 20.0], "between_tokens_ms": [1.0, 2.0]}
+    return dict(
+        model="Llama-8B", layers=16, ranks=4, mix=mix, method=method, baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
+        ratio=ratio, ratio_range=[ratio - 0.03, ratio + 0.02], null_range=[0.98, 1.01], latency={method: latency, "stock": latency}, requests=8,
+        rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date=date,
+        **{"fused all-reduce": {"stock": {"asked": True, "backend": "trtllm", "matches": 32}}},
+    )  # fmt: skip
+
+
+def test_the_log_contains_the_memory_allocated_during_requests() -> None:
+    """Both ranks had allocated 10 segments before; rank 1 has allocated two more, of 20 MiB and 2 MiB."""
+    line = vllm_engine.allocations([(10, 5 << 30)] * 2, [(10, 5 << 30), (12, (5 << 30) + (22 << 20))])
+    assert line.endswith("by rank: 0 segments of 0 MiB in all, 2 segments of 22 MiB in all")
+
+
 def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     """Only the newest row of a model, mix and method counts, and the page names the mixes of each date."""
-
-    def row(ratio: float, mix: str = "decode", date: str = "2026-11-26") -> dict[str, Any]:
-        latency = {"first_token_ms": [10.0, 20.0], "between_tokens_ms": [1.0, 2.0]}
-        return dict(
-            model="Llama-8B", layers=16, ranks=4, mix=mix, method="weft", baseline="stock", seconds=[1.0], baseline_seconds=[[1.0, 1.01]],
-            ratio=ratio, ratio_range=[0.99, 1.04], null_range=[0.98, 1.01], latency={"weft": latency, "stock": latency}, requests=8,
-            rate=0.0, tokens_in=1024, tokens_out=512, tokens_a_step=8192, vllm="0.26.0", gpu="NVIDIA H100", date=date,
-            **{"fused all-reduce": {"stock": {"asked": True, "backend": "trtllm", "matches": 32}}},
-        )  # fmt: skip
 
     page = vllm_page.serving([row(1.5), row(1.02)])
     assert page.startswith("vLLM 0.26.0, 2026-11-26:") and "1.50x" not in page
@@ -158,6 +177,16 @@ def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     assert (
         "16 layers" in times and "(trtllm)" in times and "| decode: 128 + 64 | 8 | 10.0, 20.0 / 10.0, 20.0 |" in times
     )
+
+
+def test_the_page_shows_a_second_stock_engine_as_noise() -> None:
+    """The second stock engine has no line of its own. The range of its ratios widens stock vLLM's range in the same
+    mix, so that a speedup within that range is not bold."""
+    lines = [row(1.04), row(1.04, "prompts"), row(1.05, method="stock again")]
+    page, times = vllm_page.serving(lines), vllm_page.latencies(lines)
+    assert "| Llama-8B | decode: 128 + 64 | 1.04x | 1.01–1.06 | 0.98–1.07 |" in page
+    assert "| Llama-8B | prompts: 128 + 64 | **1.04x** | 1.01–1.06 | 0.98–1.01 |" in page
+    assert "stock again" not in page + times and times.count("Llama-8B") == 2
 
 
 def test_an_engines_process_imports_no_torch_before_its_environment_is_set() -> None:

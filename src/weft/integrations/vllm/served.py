@@ -87,9 +87,11 @@ class ServedModel:
 
 
 def counts(world: World) -> Counter[str]:
-    """Return the number of events so far, for each kind of event that may delay a request. A World whose prepared calls
-    are dropped has fewer `preparations`. `allocations` counts the segments that torch's allocator has asked CUDA for,
-    and `collections` counts Python's collections of all objects."""
+    """Return the number of events so far, for each kind of event that may delay a request. `preparations` counts the
+    launches and calls that are prepared now: fewer after the World has dropped them, and more after calls have prepared
+    them again. `allocations` counts the segments that torch's allocator has asked CUDA for, and `collections` counts
+    Python's collections of all objects."""
+    launches = sum(not isinstance(prepared, Prepared) for prepared in world.prepared.values())
     trials = len(world.choices.trials) + len(Chooser.alone.trials)
     memory = torch.cuda.memory_stats(world.device) if world.device.type == "cuda" else {}
     return Counter(
@@ -97,7 +99,7 @@ def counts(world: World) -> Counter[str]:
         trials=trials,
         decisions=len(world.decided),
         uploads=world.uploads,
-        preparations=len(world.prepared),
+        preparations=launches + len(world.prepared_calls),
         allocations=memory.get("segment.all.allocated", 0),
         collections=gc.get_stats()[-1]["collections"],
     )

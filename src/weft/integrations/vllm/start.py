@@ -190,14 +190,16 @@ def compared_ranges(model: ServedModel, passes: Passes, run: compare.RunPass) ->
 
 
 def allocate(model: ServedModel, runner: VllmObject) -> None:
-    """Run the largest passes again. vLLM frees torch's cached memory before it captures graphs, so requests would wait
-    while CUDA allocates the memory. Never raises: graphs that use the twin exist already, so it cannot be dropped here,
-    and an engine without memory for these passes may still serve smaller ones. The call is collective."""
+    """Run again the passes without graphs and the largest passes. While the start ran passes, memory that calls share
+    may have grown, so that weft dropped the prepared calls of earlier passes; and vLLM frees torch's cached memory
+    before it captures graphs. Requests would wait while weft prepares calls and CUDA allocates memory. Never raises:
+    graphs that use the twin exist already, so it cannot be dropped here, and an engine without memory for these passes
+    may still serve smaller ones. The call is collective."""
     if model.passes is None:
         return
     try:
         run = compare.pass_of(runner, model.config)
-        for tokens in model.passes.largest():
+        for tokens in model.passes.last_warm_ups():
             run(tokens)
     except Exception as error:
         log.warning("weft: the memory of the largest passes is not allocated: %s: %s", type(error).__name__, error)

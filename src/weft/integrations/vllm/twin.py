@@ -162,11 +162,14 @@ class Passes:
         padded_tokens = {table[size]: tokens for tokens, size in reversed(list(enumerate(self.sizes))) if size > tokens}
         return [*sorted(set(self.sizes) - {0}, reverse=True), *padded_tokens.values()]
 
-    def largest(self) -> list[int]:
-        """Return each form's largest size that vLLM does not capture, in descending order."""
-        table = forms(self.world)
-        largest = {table[size]: size for size in sorted(set(self.sizes) - {0, *self.captured})}
-        return sorted(largest.values(), reverse=True)
+    def last_warm_ups(self) -> list[int]:
+        """Return the numbers of tokens of the passes to run after the last capture, in descending order: the sizes
+        without graphs, and beyond the sizes that vLLM captures the largest number that runs in each way, vLLM's own
+        included."""
+        table, most_captured = forms(self.world), max(self.captured, default=0)
+        in_graphs = () if self.graphs is None else (size for size, _ in self.graphs.captured)
+        largest = {table.get(size): size or tokens for tokens, size in enumerate(self.sizes) if tokens > most_captured}
+        return sorted({*largest.values()} | set(self.sizes) - {0, *self.captured, *in_graphs}, reverse=True)
 
     def weave_on_all_ranks(self, why: str, group: VllmObject) -> None:
         """Turn off passes in two parts over whole layers if any rank cannot run them. `why` is this rank's reason, or
