@@ -452,7 +452,7 @@ def test_a_dropped_call_counts_when_it_is_prepared_again() -> None:
 
 def test_the_last_passes_of_the_start_are_those_without_graphs_and_the_largest_of_vllm() -> None:
     def main(world: weft.World) -> list[int]:
-        passes = Passes(torch.nn.Identity(), None, world, lambda: None, 1024, captured=(1, 2, 4))
+        passes = Passes(torch.nn.Identity(), None, world, lambda: None, standin.graph_capture, 1024, captured=(1, 2, 4))
         passes.serve([(1, 4, OwnRows()), (385, 700, OwnRows())])
         return passes.last_warm_ups()
 
