@@ -65,10 +65,10 @@ def test_dependent_answers_are_found(dependence: str, tmp_path: Path, monkeypatc
 
 def test_weft_serves_all_passes_whatever_the_comparison_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's start takes the ranges from the result of the comparison."""
-    found, passes = compare.Range(1, 8, None, ()), SimpleNamespace(max_tokens=8)
-    result = compare.Comparison(passes, repr, [found])  # type: ignore[arg-type]
+    vllm, passes = compare.Range(1, 8, None, ()), SimpleNamespace(max_tokens=8)
+    result = compare.Comparison(passes, repr, [vllm])  # type: ignore[arg-type]
     monkeypatch.setattr(compare, "compare", lambda passes, allowed, run, vocabulary: result)
     with check.serving_all() as ranges:
         comparison = compare.compare(passes, PASS_FORMS, repr, 32)  # type: ignore[arg-type]
-    assert ranges == [found]
+    assert ranges == [vllm]
     assert comparison.ranges == [compare.Range(1, 8, PASS_FORMS[0], ())] and comparison.timed_seconds == 0
