@@ -1,9 +1,9 @@
 """Tests of the sizes that are prepared for a capture: all sizes or, if an engine declares its largest captured size,
-the sizes up to that one."""
+the sizes up to that one. Other sizes may be called between the calls that prepare a capture and the capture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import weft
+from tests.emulated.cases import draw
 from weft.integrations.vllm.plugin import limit_captures
 from weft.ops.all_reduce.op import AllReduceRmsNorm, SumCall
 from weft.plans import OneShot, Plan, TwoShotLowLatency, TwoShotPull, TwoShotPush
@@ -79,6 +80,39 @@ def test_a_later_trial_does_not_change_the_plan_of_a_capture(monkeypatch: pytest
         return world.ran.plan
 
     assert weft.spmd(main, 2, backend="emulated") == [EAGER if eager_calls == 1 else GRAPH] * 2
+
+
+GROWING: Mapping[str, Callable[..., torch.Tensor]] = {
+    "arena, gather": lambda world, x, w: weft.all_gather_matmul(x, w, world=world, plan="fused"),
+    "arena, scatter": lambda world, x, w: weft.matmul_reduce_scatter(x, w, world=world, plan="fused"),
+    "low-latency rows": lambda world, x, w: weft.all_reduce(x, world=world, plan=TwoShotLowLatency()),
+    "staging": lambda world, x, w: weft.all_reduce(x, world=world, plan="two_shot"),
+}
+
+
+@pytest.mark.parametrize("case", GROWING)
+def test_a_size_can_be_captured_after_memory_has_grown_for_another(case: str) -> None:
+    """The larger call drops the smaller call's run. A capture makes the run again in the new memory, although a capture
+    can neither allocate memory that calls share nor exchange messages."""
+    op = GROWING[case]
+
+    def main(world: weft.World) -> None:
+        backend: Any = world.backend
+        w, x = draw(9, 32, 128), draw(world.rank, 64, 128)
+        expected = [op(world, x, w) for _ in range(2)][1]
+        (prepared,) = world.prepared_calls
+        op(world, draw(world.rank, 1024, 128), w)
+        assert prepared not in world.prepared_calls
+        backend.capturing, backend.captures = lambda: True, lambda stream: True
+        collectives = backend.exchange, backend.symmetric
+        backend.exchange = backend.symmetric = None
+        result = op(world, x, w)
+        backend.exchange, backend.symmetric = collectives
+        del backend.capturing, backend.captures
+        world.synchronize()
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+    weft.spmd(main, 2, backend="emulated")
 
 
 @pytest.mark.parametrize(

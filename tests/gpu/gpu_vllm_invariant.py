@@ -217,14 +217,14 @@ def serving_all() -> Iterator[list[Any]]:
 
     timed, ranges = compare.compare, list[Any]()
 
-    def compared(passes: Any, allowed: Any, *further: Any) -> list[Any]:
+    def compared(passes: Any, allowed: Any, run: Any, vocabulary: int) -> compare.Comparison:
         try:
-            ranges.extend(timed(passes, allowed, *further))
+            ranges.extend(timed(passes, allowed, run, vocabulary).ranges)
         except Exception:
             ranges.append(traceback.format_exc())
             passes.serve(())
             passes.put()
-        return [compare.Range(1, passes.max_tokens, allowed[0], ())]
+        return compare.Comparison(passes, run, [compare.Range(1, passes.max_tokens, allowed[0], ())])
 
     with mock.patch.object(compare, "compare", compared), mock.patch.object(compare, "stored_at", lambda *_: None):
         yield ranges

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from tests.gpu import gpu_vllm_invariant as check
+from weft.integrations.vllm import compare
+from weft.integrations.vllm.row_norm_column import PASS_FORMS
 
 DEPENDENCES = {
     "": lambda phase: False,
@@ -59,3 +61,14 @@ def test_dependent_answers_are_found(dependence: str, tmp_path: Path, monkeypatc
         equal = 0 if DEPENDENCES[dependence](phase) else len(check.LENGTHS)
         assert record.results[f"phase {number}, {phase}"]["equal"] == equal, phase
     assert record.failed == bool(dependence)
+
+
+def test_weft_serves_all_passes_whatever_the_comparison_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's start takes the ranges from the result of the comparison."""
+    vllm, passes = compare.Range(1, 8, None, ()), SimpleNamespace(max_tokens=8)
+    result = compare.Comparison(passes, repr, [vllm])  # type: ignore[arg-type]
+    monkeypatch.setattr(compare, "compare", lambda passes, allowed, run, vocabulary: result)
+    with check.serving_all() as ranges:
+        comparison = compare.compare(passes, PASS_FORMS, repr, 32)  # type: ignore[arg-type]
+    assert ranges == [vllm]
+    assert comparison.ranges == [compare.Range(1, 8, PASS_FORMS[0], ())] and comparison.timed_seconds == 0

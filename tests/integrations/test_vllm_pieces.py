@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,8 +102,7 @@ def test_a_failed_capture_on_one_rank_leaves_all_ranks_without_graphs() -> None:
 
 
 def test_a_form_that_cannot_be_captured_runs_without_graphs() -> None:
-    """Another form keeps its graphs. The errors of a form are known from its comparison, so its passes, which were
-    timed without graphs, stay weft's."""
+    """Another form keeps its graphs. Passes that were timed without graphs stay weft's."""
     objects = read_interface().objects
     group: Any = SimpleNamespace(world=SimpleNamespace(exchange=lambda value: [value]))
     graphs = PieceGraphs(objects, group, torch.device("cpu"), MOST)
@@ -122,10 +122,10 @@ def test_a_form_that_cannot_be_captured_runs_without_graphs() -> None:
     keys = {tokens: (MOST, PASS_FORMS[2] if tokens < 3 else PASS_FORMS[0]) for tokens in range(1, 5)}
     passes: Any = SimpleNamespace(graphs=graphs, sizes=[0, *[MOST] * 4], key_of_graphs=keys.get)
     passes.world = SimpleNamespace(batch_invariant=False)
-    Passes.leave_uncaptured(passes)
+    Passes.leave_uncaptured(passes, (3, 4))
     assert passes.sizes == [0, *[MOST] * 4]
     graphs.keep(set())
-    Passes.leave_uncaptured(passes)
+    Passes.leave_uncaptured(passes, (3, 4))
     assert passes.sizes == [0, MOST, MOST, 0, 0]
 
 
@@ -146,8 +146,33 @@ def test_a_size_that_cannot_be_captured_leaves_other_sizes_captured() -> None:
     assert graphs.text().endswith(f"; not all by {form}: RuntimeError: cannot be captured"), graphs.text()
     passes: Any = SimpleNamespace(graphs=graphs, sizes=[0, 6, 8, MOST], world=SimpleNamespace(batch_invariant=False))
     passes.key_of_graphs = lambda tokens: (passes.sizes[tokens], form) if tokens else None
-    Passes.leave_uncaptured(passes)
+    Passes.leave_uncaptured(passes, range(4))
     assert passes.sizes == [0, 6, 0, MOST]
+
+
+@pytest.mark.parametrize("lacking", [(True, True), (False, False), (False, True)])
+def test_a_later_start_serves_what_was_timed(
+    lacking: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first start stores whether it timed graphs. A later start without memory for graphs leaves to vLLM only the
+    passes that were timed in graphs."""
+    monkeypatch.setattr(compare, "stored_at", lambda model, depends_on: tmp_path / "ranges.json")
+
+    def main(world: weft.World) -> tuple[list[int], bool]:
+        _, report, _ = started(world)
+        assert report.passes is not None
+        sizes, compared = list(report.passes.sizes), bool(report.cost)
+        report.give_up("the test ends")
+        return sizes, compared
+
+    results = []
+    for lacks in lacking:
+        monkeypatch.setattr(PieceGraphs, "lack_of_memory", lambda graphs, lacks=lacks: "0 MiB" if lacks else "")
+        results.append(standin.run(main)[0])
+    (first_sizes, compared), (later_sizes, compared_again) = results
+    assert compared and not compared_again
+    assert first_sizes == [0, 1, 2, 4, 4, *[8] * 4, *[MOST] * 4]
+    assert later_sizes == (first_sizes if lacking[0] == lacking[1] else [0, 1, 2, 4, 4, *[0] * 8])
 
 
 def test_no_rank_captures_if_one_rank_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,8 +220,8 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
     """docs/vllm.md states the sizes that the twin serves, and the speed of whole layers in two parts."""
     text = " ".join((ROOT / "docs/vllm.md").read_text().split())
     ranges = json.loads((ROOT / "bench/results/nvidia-h100-x2/vllm_ranges.json").read_text())["ranges"]
-    ((low, high),) = [(low, high) for low, high, form, _ in ranges if form is None and high <= 512]
-    (prefill,) = [low for low, _, form, _ in ranges if form is not None and low > 512]
+    ((low, high),) = [(low, high) for low, high, form, *_ in ranges if form is None and high <= 512]
+    (prefill,) = [low for low, _, form, *_ in ranges if form is not None and low > 512]
     assert f"decodes of up to 512 tokens, except {low} to {high}, and prefills of {prefill:,} tokens and more" in text
     tokens, us = ranges[-1][3][0]
     woven = us["vLLM"] / min(time for way, time in us.items() if way.startswith("WovenLayers"))

@@ -63,12 +63,14 @@ class TokenSpan(NamedTuple):
 @dataclass(frozen=True)
 class Range:
     """The result for a range of tokens. `form` is None if vLLM's own pass runs. `us` contains the times of passes in
-    the range, as (tokens, {way: time}); it is empty if no form was worth timing."""
+    the range, as (tokens, {way: time}); it is empty if no form was worth timing. `in_graphs` is true if pieces
+    of the form were timed in graphs (pieces.py)."""
 
     low: int
     high: int
     form: Plan | None
     us: tuple[Named, ...]
+    in_graphs: bool = False
 
     def line(self) -> str:
         """Return the report's line for the range, which contains the speed of each form relative to vLLM's own pass."""
@@ -152,14 +154,16 @@ def compare(passes: Passes, allowed: Sequence[Plan], run: RunPass, vocabulary: i
 @dataclass
 class Comparison:
     """The results up to now. `ranges` are in ascending order. `far_slower` contains the forms, with the mode, that were
-    far slower at the high end of a range. `host` is, by form, the host's shortest time for a pass of a size that vLLM
-    does not capture, and `vllm` the shortest time of vLLM's own pass of such a size, in us. `timed_seconds` is the time
-    of all timed passes. All ranks have the same times, so they make the same decisions."""
+    far slower at the high end of a range, and `in_graphs` the forms whose pieces were captured. `host` is, by form, the
+    host's shortest time for a pass of a size that vLLM does not capture, and `vllm` the shortest time of vLLM's own
+    pass of such a size, in us. `timed_seconds` is the time of all timed passes. All ranks have the same times, so they
+    make the same decisions."""
 
     passes: Passes
     run: RunPass
     ranges: list[Range] = field(default_factory=list)
     far_slower: set[tuple[Plan, str]] = field(default_factory=set)
+    in_graphs: set[Plan] = field(default_factory=set)
     host: dict[Plan, float] = field(default_factory=dict)
     vllm: float = math.inf
     timed_seconds: float = 0.0
@@ -200,7 +204,13 @@ class Comparison:
         ends = [low - 1 for low, _ in parts[1:]] + [span.high]
         named = [(tokens, {str(way): us for way, us in ways.items()}) for tokens, ways in times.items()]
         return [
-            Range(low, end, way if isinstance(way, Plan) else None, tuple(t for t in named if low <= t[0] <= end))
+            Range(
+                low,
+                end,
+                way if isinstance(way, Plan) else None,
+                tuple(t for t in named if low <= t[0] <= end),
+                span.mode == "eager" and way in self.in_graphs,
+            )
             for (low, way), end in zip(parts, ends, strict=True)
             if low <= end
         ]
@@ -217,6 +227,7 @@ class Comparison:
         trial = chooser.trial(choice(self.passes, tokens, chosen, (VLLM, *forms), mode, self.run))
         assert trial is not None
         if self.passes.graphs is not None:
+            self.in_graphs |= {form for _, form in self.passes.graphs.captured}
             self.passes.graphs.keep(set())
         if mode == "eager":
             self.vllm = min(self.vllm, trial.times[VLLM].gpu)
@@ -366,8 +377,9 @@ def read(path: Path | None) -> list[Range] | None:
                 high,
                 form and Plan.from_json(form),
                 tuple((tokens, {way: CallTime(*us) for way, us in ways.items()}) for tokens, ways in times),
+                in_graphs,
             )
-            for low, high, form, times in stored["ranges"]
+            for low, high, form, times, in_graphs in stored["ranges"]
         ]
     except Exception:
         return None
@@ -377,7 +389,7 @@ def write(path: Path | None, ranges: Sequence[Range], depends_on: Mapping[str, o
     """Store the ranges. A reader never sees a half-written file. Raises OSError."""
     if path is None:
         return
-    rows = [(r.low, r.high, r.form and r.form.to_json(), r.us) for r in ranges]
+    rows = [(r.low, r.high, r.form and r.form.to_json(), r.us, r.in_graphs) for r in ranges]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps({"depends_on": {k: str(v) for k, v in depends_on.items()}, "ranges": rows}, indent=1))

@@ -59,11 +59,6 @@ class PieceGraphs:
             "TwinDescriptor", [], bases=(self.objects["batch"],), frozen=True, eq=False, namespace=identity
         )
 
-    @property
-    def possible(self) -> bool:
-        """Whether vLLM may capture pieces, in another start if not in this one."""
-        return self.why_not != NO_PIECES
-
     def text(self) -> str:
         """Return the report's line."""
         line = f"captures passes of {len(self.captured)} sizes beyond vLLM's"

@@ -4,6 +4,7 @@ twin before it captures graphs. After an error on any rank, vLLM runs the model 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -166,14 +167,12 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
         passes.serve(won)
         if passes.woven is not None and not any(isinstance(form, WovenLayers) for _, _, form in won):
             passes.woven.release()
-        graphs = passes.graphs
-        timed_in_graphs = graphs is not None and (graphs.why_not is None or graphs.worked)
         for step in (passes.warm_up, passes.capture):
             for tokens in passes.warm_ups():
                 step(tokens, functools.partial(run, tokens))
-        if timed_in_graphs:
-            passes.leave_uncaptured()
-            model.ranges = compare.as_served(model.ranges, passes.sizes)
+        in_graphs = (range(compared.low, compared.high + 1) for compared in model.ranges if compared.in_graphs)
+        passes.leave_uncaptured(itertools.chain.from_iterable(in_graphs))
+        model.ranges = compare.as_served(model.ranges, passes.sizes)
         passes.world.wait_for_streams()
 
 

@@ -238,17 +238,15 @@ class Passes:
         form = forms(self.world)[size]
         return None if isinstance(form, WovenLayers) else (size, form)
 
-    def leave_uncaptured(self) -> None:
-        """Leave to vLLM the passes whose graphs were timed but could not be captured now, because without graphs the
-        host may need longer. Passes in a form that was never captured were timed without. Raises WeftError if all
-        passes have to run in one way."""
-        if (graphs := self.graphs) is None or not graphs.possible:
+    def leave_uncaptured(self, timed_in_graphs: Iterable[int]) -> None:
+        """Leave to vLLM the passes of these numbers of tokens whose pieces could not be captured now, because without
+        graphs the host may need longer. Raises WeftError if all passes have to run in one way."""
+        if self.graphs is None:
             return
-        never = graphs.failures.keys() - graphs.worked
-        keys = {tokens: key for tokens in range(len(self.sizes)) if (key := self.key_of_graphs(tokens)) is not None}
-        lost = [tokens for tokens, key in keys.items() if key not in graphs.captured and key[1] not in never]
+        keys = {tokens: self.key_of_graphs(tokens) for tokens in timed_in_graphs}
+        lost = [tokens for tokens, key in keys.items() if key is not None and key not in self.graphs.captured]
         if lost and self.world.batch_invariant:
-            raise WeftError(f"batch invariance needs one way for all, and some have no graphs: {graphs.text()}")
+            raise WeftError(f"batch invariance needs one way for all, and some have no graphs: {self.graphs.text()}")
         for tokens in lost:
             self.sizes[tokens] = 0
 
