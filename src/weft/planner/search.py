@@ -87,8 +87,8 @@ def wins(time: CallTime, sequential: CallTime, mode: str) -> bool:
     speed of a host changes by this factor within minutes: 53 us in a profile, 61 to 147 us in two runs (sequential
     calls of the smallest sizes, 2 H200, 2026-11). Where the host bounds the call, a plan of one launch, which needs
     less of the host than sequential, therefore wins on hosts of any speed (GEMM + reduce-scatter, 4 H200, 2026-11:
-    fused 92 us, sequential 145 us). A plan on several streams needs more (decomposed 582 us while the host launched
-    each copy), and wins only where the GPU hides the host's time."""
+    fused 92 us, sequential 145 us). A plan on several streams needs more of the host than sequential, and wins only
+    where the GPU hides the host's time."""
     ratios = [sequential.us(mode, slow) / time.us(mode, slow) for slow in (1.0, SLOW_HOST)]
     return min(ratios) >= 1 and max(ratios) > gain(mode)
 
