@@ -19,7 +19,7 @@ from tests.emulated.cases_ops import case
 from tests.gates import some
 from weft.lang.mapping import balanced_rows
 from weft.ops.all_reduce import op as reduce_plans
-from weft.ops.all_reduce.call import SumCall, sum_call
+from weft.ops.all_reduce.call import NormOperands, SumCall, sum_call
 from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM
 from weft.planner import auto as planner
 from weft.planner.table import Measured, learn
@@ -507,6 +507,29 @@ def test_two_streams(name: str, seed: int) -> None:
         return max(distance(y, expected) for y, expected in results)
 
     assert max(emulate(main, 2, seed)) < BF16
+
+
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("name", PLANS)
+def test_the_sum_with_the_residual_is_written_to_given_rows(name: str, full: bool) -> None:
+    """A layer keeps only its own rows of a residual of all rows, without a copy."""
+
+    def main(world: weft.World) -> tuple[bool, bool, float]:
+        rows = balanced_rows(5, world.size)
+        lo = sum(rows[: world.rank])
+        own_rows = slice(0, 5) if full else slice(lo, lo + rows[world.rank])
+        xs, old, weight = [draw(r, 5, 64) for r in range(world.size)], draw(8, 5, 64), draw(9, 64)
+        residual = torch.full((7, 64), 7.0, dtype=old.dtype)
+        kept = residual[1:6][own_rows]
+        operands = NormOperands(xs[world.rank], old[own_rows], weight, kept=kept)
+        _, result, _ = ALL_REDUCE_RMS_NORM(world, PLANS[name], operands, (1e-6, "rms", None, full, None))
+        world.synchronize()
+        total = sum(x.double() for x in xs) + old.double()
+        others = torch.cat([residual[: 1 + own_rows.start], residual[1 + own_rows.stop :]])
+        return result.data_ptr() == kept.data_ptr(), bool(others.eq(7).all()), distance(kept, total[own_rows])
+
+    for same, untouched, error in emulate(main, 2):
+        assert same and untouched and error < BF16
 
 
 @pytest.mark.parametrize("seed", some(range(8)))

@@ -193,11 +193,11 @@ class DecidedOp(Generic[C]):
 def summed_norm(
     world: World, call: RowNormColumnCall, full_residual: bool, plan: str | Plan = "auto"
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return `all_reduce_rms_norm` as a function of x, residual and weight."""
+    """Return `all_reduce_rms_norm` as a function of x, residual, weight and the memory for the new residual."""
     decided, options = DecidedOp(world, ALL_REDUCE_RMS_NORM, plan), (call.eps, "rms", None, full_residual, None)
 
-    def run(x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        y, new_residual, _ = decided(NormOperands(x, residual, weight), options)
+    def run(x: Tensor, residual: Tensor | None, weight: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, new_residual, _ = decided(NormOperands(x, residual, weight, kept=kept), options)
         return y, new_residual
 
     return run
@@ -227,8 +227,9 @@ def own_rows(world: World, call: RowNormColumnCall, plan: Plan) -> PassRun:
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
         residual = None if t.residual is None else t.residual[own_range]
-        y, new_residual = sum_norm(row_product(world, t, t.x), residual, t.norm)
-        return column_product(world, t, y), residual_of_rows(world, call, [(own_range, new_residual)])
+        new_residual = world.empty((call.m, call.h), call.dtype)
+        y, _ = sum_norm(row_product(world, t, t.x), residual, t.norm, new_residual[own_range])
+        return column_product(world, t, y), new_residual
 
     return run
 
@@ -284,14 +285,13 @@ def woven(world: World, call: RowNormColumnCall, plan: TwoParts) -> PassRun:
     ]
 
     def run(t: LayerTensors) -> tuple[Tensor, Tensor]:
-        weave, normed, residuals = Weave(world, 2), [], []
+        weave, normed, new_residual = Weave(world, 2), [], world.empty((call.m, call.h), call.dtype)
         for i, (part, own_range, sum_norm) in enumerate(parts):
             partial = row_product(world, t, t.x[part])
             with weave.reducing(i, partial):
                 residual = None if t.residual is None else t.residual[own_range]
-                y, new_residual = sum_norm(partial, residual, t.norm)
+                y, _ = sum_norm(partial, residual, t.norm, new_residual[own_range])
             normed.append(y)
-            residuals.append((own_range, new_residual))
         out, main = world.empty((call.m, call.n or call.h), call.dtype), world.current_stream()
         for i, ((part, *_), y) in enumerate(zip(parts, normed, strict=True)):
             weave.wait(i)
@@ -299,7 +299,7 @@ def woven(world: World, call: RowNormColumnCall, plan: TwoParts) -> PassRun:
                 world.copy(out[part], column_product(world, t, y), main)
             else:
                 world.backend.linear(y, t.column, t.column_bias, main, out[part])
-        return out, residual_of_rows(world, call, residuals)
+        return out, new_residual
 
     return run
 
@@ -319,15 +319,6 @@ def own_row_range(world: World, m: int, start: int = 0) -> slice:
     counts = split_rows(world, m)
     start += sum(counts[: world.rank])
     return slice(start, start + counts[world.rank])
-
-
-def residual_of_rows(world: World, call: RowNormColumnCall, residuals: Sequence[tuple[slice, Tensor]]) -> Tensor:
-    """Return the residual [M, H] with these rows filled in. If the call has no residual, no row is filled in, since no
-    call reads one."""
-    residual, stream = world.empty((call.m, call.h), call.dtype), world.current_stream()
-    for rows, new_residual in residuals if call.residual else ():
-        world.copy(residual[rows], new_residual, stream)
-    return residual
 
 
 def row_product(world: World, t: LayerTensors, x: Tensor) -> Tensor:

@@ -94,11 +94,15 @@ class SumCall(Call):
 
 
 class NormOperands(NamedTuple):
+    """The operands. kept: contiguous memory for the sum with the residual, which overlaps no other operand; None
+    (always so in calls with a gradient or under torch.compile): the call allocates it."""
+
     x: torch.Tensor
     residual: torch.Tensor | None = None
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     scale: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
 
 class SumOperands(NamedTuple):

@@ -165,7 +165,7 @@ class AllReduceRmsNorm(Reduce):
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
         """Check the operands and options, and return the call. Raises ValueError or TypeError for every error that this
         rank can detect alone."""
-        (x, residual, weight, bias, scale), (eps, norm, out_dtype, full_residual, recipe) = operands, options
+        (x, residual, weight, bias, scale, _), (eps, norm, out_dtype, full_residual, recipe) = operands, options
         _check_tensors(NORM, world, operands)
         if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
             raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
