@@ -7,6 +7,7 @@ The process sets its environment before it imports vLLM or torch.
 from __future__ import annotations
 
 import gc
+import gzip
 import json
 import os
 import random
@@ -86,10 +87,11 @@ class Load:
 
 @dataclass
 class TracedLoad:
-    """A load that an engine runs while torch.profiler traces its workers."""
+    """A load that an engine runs while torch.profiler traces its workers. file: it gets the traces."""
 
     load: Load
     tokens: int
+    file: Path
 
     def run(self, llm: Any) -> dict[str, Any]:
         """Return the timeline of a step of `tokens` tokens, or the error, with which the engine continues."""
@@ -102,6 +104,7 @@ class TracedLoad:
             traces = llm.collective_rpc("stop_trace", args=(epoch,))
             if errors := [trace for trace in traces if isinstance(trace, str)]:
                 raise RuntimeError(f"stop_trace: {errors}")
+            self.file.write_bytes(gzip.compress(json.dumps(traces).encode()))
             row = vllm_timeline.timeline([*map(vllm_timeline.parsed, traces)], self.tokens, LAYERS)
             return {"traced_seconds": round(seconds, 4), **row}
         except Exception as error:

@@ -23,7 +23,8 @@ the compiled model that it replaced. The program writes rows mix by mix, and the
 its end a log has the memory that the engine allocated during requests.
 
 The mix "timeline" is to be the last: torch.profiler traces steps of TRACED's tokens. DIR/vllm_timeline.jsonl has a row for each engine and step,
-with `ratio_step` and `ratio_layer`, stock's time over the method's by class of kernels; DIR/vllm_timeline.txt lists the kernels of a layer. Traced
+with `ratio_step` and `ratio_layer`, stock's time over the method's by class of kernels; DIR/vllm_timeline.txt lists the kernels of a layer, and
+DIR/vllm_trace-METHOD-TOKENS.json.gz has all kernels, calls and steps of the ranks (`vllm_timeline.trace_of`). Traced
 steps are slower: `untraced_seconds` and `traced_seconds` are those of the whole load.
 """
 
@@ -92,13 +93,14 @@ MIXES = {
 }  # fmt: skip
 
 TIMELINE, TRACE_TIMEOUT = "timeline", 60.0
-# The load that has steps of this number of tokens: prompts of 2,048 as in the mix, single prompts, or answers.
+# The load that has steps of this number of tokens: prompts of 2,048 as in the mix, single prompts, or answers (after long prompts for 24).
 TRACED = {
     8192: Load([(2048, 1)] * 20, 20),
     4096: Load([(4096, 1)] * 5, 1),
     2048: Load([(2048, 1)] * 5, 1),
     1024: Load([(1024, 1)] * 5, 1),
     64: Load([(16, 24)] * 64, 64),
+    24: Load([(2730, 40)] * 24, 24),
 }  # fmt: skip
 
 
@@ -138,7 +140,8 @@ class Engine:
         return served
 
     def timeline(self, load: Load, tokens: int) -> dict[str, Any]:
-        self.pipe.send(TracedLoad(load, tokens))
+        file = self.log.with_name(f"vllm_trace-{self.setup.method.replace(' ', '_')}-{tokens}.json.gz")
+        self.pipe.send(TracedLoad(load, tokens, file))
         row: dict[str, Any] = self.answer(TRACE_TIMEOUT)
         return row
 

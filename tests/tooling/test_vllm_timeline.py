@@ -172,14 +172,16 @@ def test_a_worker_records_its_steps_only_during_a_trace(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("method", ["start_trace", "stop_trace"])
-def test_an_error_of_one_ranks_profiler_is_the_result(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_ranks_profiler_is_the_result(
+    method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A worker returns its error, so that the other ranks' answers are read too."""
 
     def collective_rpc(name: str, args: tuple[int, ...] = ()) -> list[Any]:
         return [None, "CUPTI_ERROR_NOT_INITIALIZED"] if name == method else [None, None]
 
     monkeypatch.setattr(Load, "run", lambda load, llm: SimpleNamespace(seconds=1.0))
-    result = TracedLoad(Load([(16, 1)], 1), 16).run(SimpleNamespace(collective_rpc=collective_rpc))
+    result = TracedLoad(Load([(16, 1)], 1), 16, tmp_path / "trace.json.gz").run(SimpleNamespace(collective_rpc=collective_rpc))
     assert result.keys() == {"error"} and method in result["error"] and "CUPTI_ERROR_NOT_INITIALIZED" in result["error"]
 
 
@@ -221,12 +223,13 @@ def test_rows_compare_each_method_with_stock(tmp_path: Path, capsys: pytest.Capt
     assert [(row["tokens"], row["method"]) for row in rows] == [
         (n, m) for n in TRACED if n <= 4096 for m in ("stock", "weft")
     ]
-    assert engines["weft"].order == ["serve"] * 8 + ["trace"] * 5
+    assert engines["weft"].order == ["serve"] * 10 + ["trace"] * 6
     assert {row["tokens"]: row.get("error") for row in rows if row["method"] == "weft"} == {
         4096: None,
         2048: "no CUPTI",
         1024: None,
         64: None,
+        24: None,
     }
     assert (
         rows[1]["ratio_layer"] == {"attention": 1, "communication": 1, "GEMM": 1, "norm": 1, "all": 1}
