@@ -311,7 +311,8 @@ def test_explain_says_which_eager_calls_are_timed() -> None:
 def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. Candidates
     are also timed with a profile if the host may bound the eager call. Nothing is timed on a GPU of another generation,
-    on a GPU with stored rows, with an unusable profile, or if a profile predicts that the GPU bounds the call."""
+    on a GPU with stored rows, or with an unusable profile. If a profile predicts that the GPU bounds the call, only
+    plans that it cannot rank are timed, unless all calls of an octave share the trial."""
     is_hopper, known, planner = [True], [False], list[Any]([None])
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
@@ -350,6 +351,8 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
     assert profile is not None
     predicted = Planner(Predictor(profile))
     monkeypatch.setattr(predicted, "nearest", lambda *_: Sequential())
+    rivals = list[Plan]()
+    monkeypatch.setattr(predicted, "rivals", lambda *_: rivals)
     for is_hopper[0], known[0], planner[0], us in (
         (False, False, None, None),
         (True, True, None, None),
@@ -360,6 +363,21 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
         monkeypatch.setattr(predicted.predictor, "call_time", lambda *_, us=us: us)
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
         assert (plan, bool(timed)) == ((best, True) if us == CallTime(150.0, 100.0) else (Sequential(), False))
+    monkeypatch.setattr(predicted.predictor, "call_time", lambda *_: CallTime(300.0, 100.0))
+    rivals += Sequential(), best
+    assert weft.spmd(rank, 2, backend="emulated", sm_count=132)[0] == (best, {Sequential(), best})
+    monkeypatch.setattr("weft.backends.library_gemm._steps_an_octave", 1)
+    assert weft.spmd(rank, 2, backend="emulated", sm_count=132)[0] == (Sequential(), set())
+
+
+def test_plans_with_close_predictions_are_rivals() -> None:
+    planner = Planner(Predictor(shipped("nvidia-h200-x4")))
+    rivals = planner.rivals("all_gather_matmul", 7040, 7424, 6144)
+    options = planner.decide("all_gather_matmul", 7040, 7424, 6144).options
+    assert rivals == [option.plan for option in options[:5]] and options[4].us <= 1.06 * options[0].us
+    assert planner.rivals("matmul_all_reduce", 7040, 6144, 3712) == [], "one plan is faster than all others by 6%"
+    why = weft.explain("all_gather_matmul", 7040, 7424, 6144, profile="nvidia-h200-x4").why
+    assert "5 plans are too close to be ranked" in why
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:

@@ -181,7 +181,9 @@ def test_an_error_of_one_ranks_profiler_is_the_result(
         return [None, "CUPTI_ERROR_NOT_INITIALIZED"] if name == method else [None, None]
 
     monkeypatch.setattr(Load, "run", lambda load, llm: SimpleNamespace(seconds=1.0))
-    result = TracedLoad(Load([(16, 1)], 1), 16, tmp_path / "trace.json.gz").run(SimpleNamespace(collective_rpc=collective_rpc))
+    result = TracedLoad(Load([(16, 1)], 1), 16, tmp_path / "trace.json.gz").run(
+        SimpleNamespace(collective_rpc=collective_rpc)
+    )
     assert result.keys() == {"error"} and method in result["error"] and "CUPTI_ERROR_NOT_INITIALIZED" in result["error"]
 
 

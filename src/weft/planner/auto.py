@@ -3,7 +3,8 @@
 For a shape in the measured table, this plan is the stored one. For any other shape, it is the plan predicted to be
 fastest from the machine's profile. The plan is sequential unless a different plan was measured or predicted to be
 faster. Without a profile, and for eager calls that the host may bound, a shape that is not in the table is timed: on a
-Hopper GPU its first call times the op's plans (`unmeasured`). weft reports once that it cannot use a profile file.
+Hopper GPU its first call times the op's plans (`unmeasured`), and if several plans are predicted to be about equally
+fast, it times these. weft reports once that it cannot use a profile file.
 Ranks that share a GPU run no timing, and use the decisions of the most similar machine with a profile.
 
 All ranks must choose the same plan, so the ranks compare their profiles once. Predictions use the launch time that the
@@ -27,6 +28,7 @@ from pathlib import Path
 import torch
 
 from ..architectures import device_capability, features
+from ..backends import library_gemm
 from ..chooser import LAUNCH_MODES, AnyTrial
 from ..cost.model import ITEM, SHOTS
 from ..op import REGISTRY, Call, Op, collectives, trial_title
@@ -45,6 +47,7 @@ __all__ = ["auto", "explain", "unmeasured"]
 
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
+ALIKE = 1.25  # the largest ratio of the rows of calls for which one of several close plans is the fastest
 DRIFT = 0.10  # weft warns if the time of the check GEMM differs from the profile's time by more than this fraction
 UNUSABLE = "unusable"  # replaces the planner of a World whose profile cannot be used
 
@@ -74,8 +77,9 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
 def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
     """Return plans to time at the first call in addition to the op's own. Such plans exist for a shape without a table
     row if the machine has no profile, or if the host may bound the eager call (`Planner.host_bounds`), and for operands
-    of 8 bits, for which no profile has rates. The plans are timed only on Hopper, because nobody has run the kernels on
-    newer GPUs. Collective at the first call."""
+    of 8 bits, for which no profile has rates. Otherwise the plans are those that predictions cannot rank
+    (`Planner.rivals`), unless calls of very different numbers of rows share the trial. The plans are timed only on
+    Hopper, because nobody has run the kernels on newer GPUs. Collective at the first call."""
     if (
         not op.variants
         or world.backend.capturing()
@@ -90,8 +94,11 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
         if all(exact(gpu_model(world.device), op.name, world.size, m, n, k, mode) for mode in LAUNCH_MODES):
             return ()
         planner = _planner_or_unusable(world)
-        if planner == UNUSABLE or (isinstance(planner, Planner) and not planner.host_bounds(op.name, m, n, k)):
+        if planner == UNUSABLE:
             return ()
+        if isinstance(planner, Planner) and not planner.host_bounds(op.name, m, n, k):
+            alike = library_gemm.rows_ratio() <= ALIKE
+            return planner.rivals(op.name, m, n, k, world.backend.limits_ctas) if alike else ()
     nbytes = op.gemm_call(m, n, k).moved(m)
     shots = [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op.name, plan, world.size)]
     return [*op.variants, *([op.default(world, Decomposed)] if Decomposed in op.runs else ()), *shots]
@@ -220,6 +227,18 @@ def host_time(launches: Iterable[float | None], profiled: float | None = None) -
     return unit * 2.0 ** round(math.log2(max(known) / unit)) if known else None
 
 
+def _timed_later(planner: Planner, op: str, mnk: tuple[int, int, int], mode: str, limits: bool) -> str:
+    """Return words on the plans that `unmeasured` lists for such calls; "" if it lists none."""
+    if not REGISTRY[op].variants:
+        return ""
+    if planner.host_bounds(op, *mnk):
+        reason = "the host may bound such a call, so Hopper GPUs time the plans" if mode == "eager" else ""
+    else:
+        rivals = len(planner.rivals(op, *mnk, limits))
+        reason = f"{rivals} plans are too close to be ranked, so Hopper GPUs time them" if rivals else ""
+    return f"; {reason} at the first eager call" if reason else ""
+
+
 def explain(
     op: str,
     m: int,
@@ -289,8 +308,7 @@ def explain(
     else:
         plan, planned_m = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if planned_m == m else f"; as for M {planned_m}, the next that plans are found for")
-        if mode == "eager" and not shares and planner.host_bounds(op, m, n, k) and REGISTRY[op].variants:
-            why += "; the host may bound such a call, so Hopper GPUs time the plans at the first eager call"
+        why += "" if shares else _timed_later(planner, op, (m, n, k), mode, limits)
     if shares:
         why = f"ranks that share a GPU decide as on {used_profile.machine.name}: {why}"
     if isinstance(world, World) and world.multi_node_unsupported:

@@ -61,11 +61,11 @@ def summing(make: Callable[[World, SumCall, Any], SumRun]) -> Prepare:
             if isinstance(operands, SumOperands):
                 sum_rows(Tensors(operands.x, out), current())
                 return None
-            *sources, kept = operands
+            x, residual, weight, bias, scale, kept = operands
             if kept is None and call.keep:
                 kept = empty((kept_rows, call.h), call.dtype)
             scales = empty(call.scales, torch.float32) if call.group else None
-            sum_rows(Tensors(sources[0], out, *sources[1:], kept, scales), current())
+            sum_rows(Tensors(x, out, residual, weight, bias, scale, kept, scales), current())
             return kept, scales
 
         return run
