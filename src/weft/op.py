@@ -452,12 +452,12 @@ class Op(ABC, Generic[C]):
     def prepared(self, world: World, call: C, plan: Plan, addresses: Hashable = None) -> Prepared[C]:
         """Return the calls of this shape by this plan, which are prepared once for all decisions and trials."""
         kept, key = self.kept(world, call), (self.name, call, plan, addresses)
-        if key not in kept:
+        known: Prepared[C] | None = kept.get(key)
+        if known is None:
             if len(world.prepared) >= MOST_PREPARED:
                 world.forget_prepared()
-            kept[key] = Prepared(self, world, call, plan)
-        prepared: Prepared[C] = kept[key]
-        return prepared
+            known = kept[key] = Prepared(self, world, call, plan)
+        return known
 
     def kept(self, world: World, call: C) -> Memo:
         """Return the table in which prepared calls are stored."""
