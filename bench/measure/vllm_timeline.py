@@ -12,6 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 Interval = tuple[float, float]
@@ -211,6 +212,51 @@ def host_times(trace: Trace, step: int, kernels: Sequence[Kernel], us: float) ->
     }
 
 
+def parts(kernels: Sequence[Kernel], begin: float, end: float) -> list[float]:
+    """Return the times between begin and end in which GEMMs or attention run, in which only other kernels run, in which
+    only communication runs, and in which no kernel runs."""
+    spans: dict[str, list[Interval]] = {kind: [] for kind in CLASSES}
+    for kernel in kernels:
+        if kernel.start < end and kernel.end > begin:
+            spans[kernel.kind].append((max(begin, kernel.start), min(end, kernel.end)))
+    union, times = list[Interval](), [0.0]
+    for kinds in (("GEMM", "fused GEMM", "attention"), ("norm", "rest"), ("communication",)):
+        union += [span for kind in kinds for span in spans[kind]]
+        times.append(covered(union))
+    return [after - before for before, after in zip(times, [*times[1:], end - begin], strict=True)]
+
+
+def means(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
+    """Return `parts` of a layer, the mean over the layers and ranks of the steps of this number of tokens, without the
+    first step, which may follow an idle GPU with a higher clock. Also return the medians over these steps on rank 0 of
+    the time from the step before, and of the communication without the time in which a rank waits for another: the
+    sum of each kernel's least time over ranks, or None if the ranks run different numbers of kernels."""
+    steps = [i for i, step in enumerate(traces[0].steps) if step.tokens == tokens and kernels_of(traces[0], i)]
+    steps = steps[1:] or steps
+    by_layer, us, communication = [], [], []
+    for step in steps:
+        by_rank = [kernels_of(trace, step) for trace in traces]
+        for kernels in by_rank:
+            starts = layer_starts(kernels, layers)
+            by_layer += [[after - before, *parts(kernels, before, after)] for before, after in pairwise(starts)]
+        end = max(kernel.end for kernel in by_rank[0])
+        earlier = [kernel.end for kernel in kernels_of(traces[0], step - 1)] if step else []
+        us.append(end - max([by_rank[0][0].start, *earlier]))
+        times = [[k.end - k.start for k in kernels if k.kind == "communication"] for kernels in by_rank]
+        communication.append(sum(map(min, zip(*times, strict=True))) if len(set(map(len, times))) == 1 else None)
+    names = ("us", "compute_us", "other_us", "communication_us", "idle_us")
+    known = [time for time in communication if time is not None]
+    return {
+        "steps": len(steps),
+        "step_us": round(statistics.median(us), 1),
+        "step_communication_us": round(statistics.median(known), 1) if known else None,
+        "layer": {
+            name: round(statistics.mean(times), 1)
+            for name, times in zip(names, zip(*by_layer, strict=True), strict=True)
+        },
+    }
+
+
 def timeline(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
     """Return the fields of a row: the step of this number of tokens and its middle layer on rank 0, and for each rank the
     start of that layer after rank 0's start, its time, and the times without kernels and in communication. Raises
@@ -231,6 +277,7 @@ def timeline(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any
         "step": whole | host_times(trace, step, kernels, whole["us"]) | {"to_next_us": round(later[0] - end, 1) if later else None},
         "layer": by_rank[0][1] | {"idle_for_host_us": round(idle_for_host(inside), 1)},
         "layers_us": [round(after - before) for before, after in zip(starts, starts[1:], strict=False)],
+        "means": means(traces, tokens, layers),
         "by_rank": [
             [round(start - by_rank[0][0], 1), rank["us"], rank["idle_us"], rank["classes"]["communication"][0]]
             for start, rank in by_rank

@@ -1,6 +1,6 @@
 """The tables of docs/vllm.md: the answers of vLLM on a GPU with and without the plugin, from
-bench/results/<machine>/vllm.jsonl (tests/gpu/gpu_vllm.py), and the seconds for requests, from vllm_serving.jsonl
-(bench/measure/vllm_serving.py).
+bench/results/<machine>/vllm.jsonl (tests/gpu/gpu_vllm.py), and the seconds for requests and the times of traced steps,
+from vllm_serving.jsonl and vllm_timeline.jsonl (bench/measure/vllm_serving.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,45 @@ FORMS = {
     "auto": "the plugin's choice", "whole": "norm fused with the sum", "rows": "residuals by rows", "woven": "two parts",
 }  # fmt: skip
 
+# Of the figures that the rows lack, those of single kernels, ranks and steps are from the run's traces, which are too
+# large to store.
+EXPLANATION = """torch.profiler slows these steps. A layer's mean time is divided by what runs: GEMMs or attention, else norms and
+other kernels, else only communication, or nothing. "Stock again", an equal engine, shows the noise. "No communication", stock with only
+its waits for other ranks, bounds overlap.
+
+**8,192 tokens.** weft computes layers in halves. That hides 1,146 of 1,343 us of communication and 117 us of other kernels, but GEMMs and
+attention take 450 us longer, hardly because of halves or copies: a step's first GEMM, a half without communication beside it, took
+214 us after an idle GPU (half of stock's: 212) and 255 us in later steps (231); beside copies 254 us. Rather, without
+pauses for communication the clock seems to fall further at the power limit: GEMMs and attention slowed down by 9% after the first step, those of stock again by 5%.
+Ranks differ by 4%, also stock's.
+
+**2,048, 4,096.** At 2,048, kernels with GEMM and sum take 601 us, stock's GEMMs and sums 392 + 385. At 4,096, sequence parallelism hides 83%
+of the communication; GEMMs and attention take 12% longer.
+
+**1,024.** Stock's uncaptured passes wait for the host; weft captures.
+
+**64.** Sums are faster; nothing overlaps. Ranks start a step at different times, so the first sum (14 us) takes up to 50, 173 and 338 us (stock, weft,
+stock again), which explains the steps' ratios.
+
+**24.** Launching a graph takes 0.2 to 0.4 ms in all engines. A layer takes 207, 198 and 205 us after the prefills, 182, 184 and 182 us 30 steps later.
+Then weft's kernels take 2 us less, but gaps between them, in this trace's graphs, 4 us more. Traces without prefills of 8,192 tokens
+lack these gaps. Untraced they would explain why steps of "papers" take 3.07 ms (stock 3.01, stock again 3.04), those of "decode" 2.62 (2.64, 2.65).
+
+**Mixes.** A model of the scheduler counts 862 steps of "papers", 341 of one token, which vLLM itself serves, and 12 with prefills, a
+third of the time. Interpolation bounds "papers" at about 1.15x and "chat" at 1.17x. By the passes timed at the start they would
+reach 1.05x and 1.06x; measured were 1.03x and 1.02x. First tokens of "papers" come 1.13x as fast; decodes lose 2%.
+
+**TokenWeave** [stores](https://github.com/microsoft/tokenweave/blob/5658c215527177e0084f29ad46a2cbcb46f1dc0e/artifact/csvs/figure_13.csv)
+1.16x to 1.26x throughput for Llama-70B on 8 H100s (1.23x to 1.25x without communication) over vLLM 0.8.5, eager, with multicast sums and a locked
+clock; its paper states up to 1.19x. Here stock has CUDA graphs and FlashInfer, on four GPUs without multicast: the figures are not comparable.
+"""
+
 
 def chapter(results: Path) -> str:
-    """Return the page of answers and of token times, TABLES."""
+    """Return the page of answers, of token times and of steps, TABLES."""
     times = page(results, "vllm_serving.jsonl", latencies)
-    return f"# vLLM's answers and times with the plugin\n\n{answers(results)}\n\n{times}\n"
+    traced = f"## Where a step's time goes\n\n{page(results, 'vllm_timeline.jsonl', steps)}\n\n{EXPLANATION}"
+    return f"# vLLM's answers and times with the plugin\n\n{answers(results)}\n\n{times}\n\n{traced}"
 
 
 def answers(results: Path) -> str:
@@ -116,3 +150,29 @@ def latencies(lines: Rows) -> str:
     newest, backends = lines[-1], {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
     note = f"{newest['layers']} layers of random weights; stock all-reduces with FlashInfer ({', '.join(sorted(backends))})"
     return f"{newest['gpu']}, {note}. Times of tokens: [median, 99%], weft / stock:\n\n{grid(head, table)}"
+
+
+def steps(lines: Rows) -> str:
+    """Return a line for each number of tokens of traced steps: the times of a layer, stock and weft, and the speedups of
+    the median step by weft, of the second stock engine, and of stock without its communication."""
+    newest = {(row["tokens"], row["method"]): row for row in lines}
+    table = []
+    for tokens in sorted({tokens for tokens, _ in newest}):
+        stock, weft, again = (newest[tokens, method]["means"] for method in ("stock", "weft", STOCK_AGAIN))
+        names = ("compute_us", "other_us", "communication_us", "idle_us")
+        layer = [f"{stock['layer'][name]:.0f} / {weft['layer'][name]:.0f}" for name in names]
+        us = stock["step_us"]
+        speedups = [us / weft["step_us"], us / again["step_us"], us / (us - stock["step_communication_us"])]
+        table.append([f"{tokens:,}", *layer, *(f"{speedup:.2f}x" for speedup in speedups)])
+    head = [
+        "tokens",
+        "GEMMs, attention",
+        "only others",
+        "only communication",
+        "idle",
+        "weft",
+        "stock again",
+        "no communication",
+    ]
+    gpu = f"{lines[-1]['gpu']}, vLLM {lines[-1]['vllm']}, {lines[-1]['model']}, {lines[-1]['date']}"
+    return f"{gpu}. us of a layer, stock / weft, then the speedup of a step:\n\n{grid(head, table)}"

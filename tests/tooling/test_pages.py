@@ -228,6 +228,30 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
     assert f"({woven:.2f}x at {tokens:,} tokens of Llama-8B)" in text
 
 
+def test_the_figures_of_traced_steps_are_those_of_the_stored_rows() -> None:
+    """What vLLM's page says of layers at 4,096 and 8,192 tokens, and of the time between tokens."""
+    text = " ".join((ROOT / "bench/results/vllm.md").read_text().split())
+    rows = {(r["tokens"], r["method"]): r["means"]["layer"] for r in stored_rows("nvidia-h200-x4", "vllm_timeline")}
+    (stock, weft), (shorter, sharded) = (tuple(rows[tokens, m] for m in ("stock", "weft")) for tokens in (8192, 4096))
+    hidden, others, longer = (stock[k] - weft[k] for k in ("communication_us", "other_us", "compute_us"))
+    assert f"hides {hidden:,.0f} of {stock['communication_us']:,.0f} us of communication and {others:.0f} us of" in text
+    assert f"GEMMs and attention take {-longer:.0f} us longer" in text
+    share = 1 - sharded["communication_us"] / shorter["communication_us"]
+    assert f"hides {share:.0%} of the communication" in text
+    assert f"take {sharded['compute_us'] / shorter['compute_us'] - 1:.0%} longer" in text
+    served = {(r["mix"], r["method"]): r["latency"] for r in stored_rows("nvidia-h200-x4", "vllm_serving")}
+    papers, decode = (
+        [
+            served[mix, "weft"]["weft"]["between_tokens_ms"][0],
+            served[mix, "weft"]["stock"]["between_tokens_ms"][0],
+            served[mix, "stock again"]["stock again"]["between_tokens_ms"][0],
+        ]
+        for mix in ("papers", "decode")
+    )
+    assert "take {:.2f} ms (stock {:.2f}, stock again {:.2f})".format(*papers) in text
+    assert '"decode" {:.2f} ({:.2f}, {:.2f})'.format(*decode) in text
+
+
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
     """The speedups are those of Transformers' models, woven and unwoven."""
     errors: dict[str, dict[str, float]] = {}

@@ -15,7 +15,7 @@ import torch
 from bench.measure import vllm_serving
 from bench.measure.vllm_engine import Load, TracedLoad, WorkerExtension
 from bench.measure.vllm_serving import TRACED
-from bench.measure.vllm_timeline import CLASSES, Kernel, NoTimeline, Trace, parsed, timeline, trace_of
+from bench.measure.vllm_timeline import CLASSES, Kernel, NoTimeline, Trace, means, parsed, timeline, trace_of
 
 LAYERS, EPOCH = 4, 7_000_000
 ATTENTION = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::CollectiveMainloop"
@@ -239,3 +239,16 @@ def test_rows_compare_each_method_with_stock(tmp_path: Path, capsys: pytest.Capt
     )
     assert "Llama-8B 2048 tokens, weft: no CUPTI" in capsys.readouterr().out
     assert "two_shot" in (tmp_path / "vllm_timeline.txt").read_text() and len(json.dumps(rows[0])) < 4000
+
+
+def test_the_means_divide_a_layer_by_what_runs() -> None:
+    """A sum counts only while no GEMM runs. The first step is left out, and a rank's wait for others does not count as a
+    step's communication."""
+    waiting = traced()
+    sums = [Kernel("two_shot", k.start - 4, k.end, 9, k.call_begin, k.call_end) for k in waiting.kernels if k.kind == "communication"]  # fmt: skip
+    waiting.kernels[:] = [k for k in waiting.kernels if k.kind != "communication"] + sums
+    row = means([traced(), waiting], 1024, LAYERS)
+    assert row == {
+        "steps": 2, "step_us": 390, "step_communication_us": 25 * LAYERS,
+        "layer": {"us": 100, "compute_us": 55, "other_us": 20, "communication_us": 10, "idle_us": 15},
+    }  # fmt: skip
