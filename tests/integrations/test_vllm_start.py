@@ -384,6 +384,32 @@ def test_an_engine_without_memory_for_its_largest_passes_starts(monkeypatch: pyt
     assert captured
 
 
+def test_ranks_stop_together_if_one_of_them_cannot_run_its_largest_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would wait forever in a later pass that the failed rank does not start."""
+    times_of(monkeypatch, lambda tokens, form: 2.0 if form == PASS_FORMS[2] else 0.5)
+    captured: dict[int, list[int]] = {}
+
+    def run(self: Any, tokens: int, **options: Any) -> None:
+        rank = standin.current_world().rank
+        if rank in captured:
+            captured[rank].append(tokens)
+            if rank == 1:
+                raise torch.OutOfMemoryError("no memory on this rank")
+
+    monkeypatch.setattr(standin.ModelRunner, "_dummy_run", run)
+    monkeypatch.setattr(
+        standin.ModelRunner, "capture_model", lambda self: captured.setdefault(standin.current_world().rank, [])
+    )
+
+    def main(world: weft.World) -> int:
+        report = started(world)[1]
+        assert report.passes is not None
+        return len(report.passes.last_warm_ups())
+
+    assert all(count > 1 for count in standin.run(main))
+    assert captured == {0: [MOST], 1: [MOST]}
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
