@@ -209,6 +209,23 @@ def test_sizes_whose_capture_fails_at_last_stay_vllms(monkeypatch: pytest.Monkey
         assert not error and not graphs
 
 
+def test_captures_are_tried_again_without_the_memory_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs only save the host's time, so they are captured for passes that were timed without graphs."""
+    lack = lambda graphs: "" if graphs.group.world.cached("freed", list) else "0 MiB would be free"  # noqa: E731
+    monkeypatch.setattr(PieceGraphs, "lack_of_memory", lack)
+
+    def main(world: weft.World) -> tuple[Any, ...]:
+        monkeypatch.setattr(start, "free_cached_memory", lambda world: world.cached("freed", list).append(1))
+        _, report, _ = started(world)
+        assert report.passes is not None and report.passes.graphs is not None and report.ranges is not None
+        in_graphs = any(compared.in_graphs for compared in report.ranges)
+        return sorted(size for size, _ in report.passes.graphs.captured), in_graphs, report.text()
+
+    for sizes, in_graphs, text in standin.run(main):
+        assert sizes == [8, MOST] and not in_graphs
+        assert "captures passes of 2 sizes beyond vLLM's\n" in text, text
+
+
 def test_everything_exists_before_the_first_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs contain addresses of prepared calls, which weft drops when a call needs more shared memory."""
 

@@ -159,6 +159,8 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             if model.group.rank_in_group == 0:
                 store(model)
         free_cached_memory(passes.world)  # of the comparison
+        if passes.graphs is not None:
+            passes.graphs.why_not = None  # the freed memory may suffice
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
