@@ -237,6 +237,7 @@ def test_a_range_is_divided_among_forms_that_can_win(monkeypatch: pytest.MonkeyP
     world: Any = SimpleNamespace(device="cpu", backend=backend, exchange=lambda times, title: [times])
     stubs = dict(stack=SimpleNamespace(), serve=lambda ranges: None, put=lambda kind=None: None, graphs=None)
     stubs["warm_up"] = stubs["capture"] = lambda tokens, one_pass: one_pass()
+    stubs["prepare_capture"] = lambda one_pass: one_pass()
     passes: Any = SimpleNamespace(world=world, captured=(512,), max_tokens=8192, **stubs)
     with torch.device("meta"):  # the tokens are made on the host for any default device
         ranges = compare.compare(passes, PASS_FORMS, lambda tokens: None, 32).ranges
