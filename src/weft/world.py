@@ -251,6 +251,7 @@ class World:
         self.forward_passes: Memo = {}  # calls of compiled graphs (`torch_library.ForwardKey`), for backward passes
         self.choices = Chooser(backend.clock, backend.capturing, self)  # the candidates that were timed
         self.uploads = 0  # number of calls of `tensor`
+        self.drops = 0  # number of calls of `forget_prepared`
         self.max_captured_rows: int | None = None  # no CUDA graph captures calls with more rows; None: no limit
         World._all[self.name] = self
         backend.name_counters(self._describe)
@@ -722,6 +723,7 @@ class World:
     def forget_prepared(self) -> None:
         """Drop everything prepared for calls. If memory that prepared calls use is replaced, all ranks replace it in
         the same call, so that their later calls use the same memory."""
+        self.drops += 1
         self._sequences = 0
         self.prepared.clear()
         for call in list(self.prepared_calls):

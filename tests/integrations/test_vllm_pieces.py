@@ -23,6 +23,7 @@ from weft.integrations.vllm.pieces import PieceGraphs
 from weft.integrations.vllm.row_norm_column import PASS_FORMS
 from weft.integrations.vllm.served import ServedModel
 from weft.integrations.vllm.twin import Passes
+from weft.op import CalledOnce
 
 
 @pytest.fixture(autouse=True)
@@ -207,6 +208,57 @@ def test_sizes_whose_capture_fails_at_last_stay_vllms(monkeypatch: pytest.Monkey
     for sizes, error, graphs in standin.run(main):
         assert sizes == [0, 1, 2, 4, 4, *[0] * 4, *[MOST] * 4], sizes
         assert not error and not graphs
+
+
+def test_captures_are_tried_again_without_the_memory_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs only save the host's time, so they are captured for passes that were timed without graphs."""
+    lack = lambda graphs: "" if graphs.group.world.cached("freed", list) else "0 MiB would be free"  # noqa: E731
+    monkeypatch.setattr(PieceGraphs, "lack_of_memory", lack)
+
+    def main(world: weft.World) -> tuple[Any, ...]:
+        monkeypatch.setattr(start, "free_cached_memory", lambda world: world.cached("freed", list).append(1))
+        _, report, _ = started(world)
+        assert report.passes is not None and report.passes.graphs is not None and report.ranges is not None
+        in_graphs = any(compared.in_graphs for compared in report.ranges)
+        return sorted(size for size, _ in report.passes.graphs.captured), in_graphs, report.text()
+
+    for sizes, in_graphs, text in standin.run(main):
+        assert sizes == [8, MOST] and not in_graphs
+        assert "captures passes of 2 sizes beyond vLLM's\n" in text, text
+
+
+@pytest.mark.parametrize(("on_side_stream", "grows"), [(False, False), (True, False), (True, True)])
+def test_one_pass_on_a_side_stream_prepares_a_capture(on_side_stream: bool, grows: bool) -> None:
+    """A pass calls some operators once, such as the last norm. On the default stream, weft prepares their plans for
+    graphs at the second call. If weft drops prepared calls during a pass on any rank, all ranks repeat the pass."""
+    form = PASS_FORMS[2]
+
+    def main(world: weft.World) -> list[int]:
+        engine(world)
+        (report,) = (model for model in plugin.models if model.world is world)
+        passes, unprepared = report.passes, list[int]()
+        assert passes is not None
+        world.max_captured_rows, world.backend.reference = MOST, False  # type: ignore[attr-defined]
+        passes.graphs = PieceGraphs(read_interface().objects, report.group, world.device, MOST)
+        world.backend.on_side_stream = lambda: on_side_stream  # type: ignore[method-assign]
+        passes.put()
+        passes.serve([(1, MOST, form)])
+
+        def one_pass(size: int) -> None:
+            passes.stack(torch.zeros(size, dtype=torch.long), torch.arange(size), None)
+            unprepared.append(sum(isinstance(decision, CalledOnce) for decision in world.decided.values()))
+            if grows and size < MOST and world.rank == 1:
+                world.forget_prepared()
+
+        with torch.inference_mode():
+            for size in (MOST, 8):  # the memory for the larger pass suffices for the smaller one
+                unprepared.clear()
+                passes.warm_up(size, functools.partial(one_pass, size))
+        return unprepared
+
+    for unprepared in standin.run(main):
+        assert (unprepared[0] > 0) == (not on_side_stream), unprepared
+        assert unprepared[1:] == ([0] if grows or not on_side_stream else []), unprepared
 
 
 def test_everything_exists_before_the_first_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,7 @@ def test_a_range_is_divided_among_forms_that_can_win(monkeypatch: pytest.MonkeyP
     world: Any = SimpleNamespace(device="cpu", backend=backend, exchange=lambda times, title: [times])
     stubs = dict(stack=SimpleNamespace(), serve=lambda ranges: None, put=lambda kind=None: None, graphs=None)
     stubs["warm_up"] = stubs["capture"] = lambda tokens, one_pass: one_pass()
+    stubs["prepare_capture"] = lambda one_pass: one_pass()
     passes: Any = SimpleNamespace(world=world, captured=(512,), max_tokens=8192, **stubs)
     with torch.device("meta"):  # the tokens are made on the host for any default device
         ranges = compare.compare(passes, PASS_FORMS, lambda tokens: None, 32).ranges
@@ -382,6 +383,32 @@ def test_an_engine_without_memory_for_its_largest_passes_starts(monkeypatch: pyt
     monkeypatch.setattr(standin.ModelRunner, "capture_model", lambda self: captured.append(True))
     standin.run(lambda world: started(world) and None)
     assert captured
+
+
+def test_ranks_stop_together_if_one_of_them_cannot_run_its_largest_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would wait forever in a later pass that the failed rank does not start."""
+    times_of(monkeypatch, lambda tokens, form: 2.0 if form == PASS_FORMS[2] else 0.5)
+    captured: dict[int, list[int]] = {}
+
+    def run(self: Any, tokens: int, **options: Any) -> None:
+        rank = standin.current_world().rank
+        if rank in captured:
+            captured[rank].append(tokens)
+            if rank == 1:
+                raise torch.OutOfMemoryError("no memory on this rank")
+
+    monkeypatch.setattr(standin.ModelRunner, "_dummy_run", run)
+    monkeypatch.setattr(
+        standin.ModelRunner, "capture_model", lambda self: captured.setdefault(standin.current_world().rank, [])
+    )
+
+    def main(world: weft.World) -> int:
+        report = started(world)[1]
+        assert report.passes is not None
+        return len(report.passes.last_warm_ups())
+
+    assert all(count > 1 for count in standin.run(main))
+    assert captured == {0: [MOST], 1: [MOST]}
 
 
 @pytest.mark.parametrize(

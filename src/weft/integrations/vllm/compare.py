@@ -277,8 +277,7 @@ def choice(
 
     def prepare(way: PassWay) -> None:
         if mode == "graph":
-            in_way(way)
-            in_way(way)  # weft prepares a plan for graphs at the second call of a size
+            passes.prepare_capture(lambda: in_way(way))
             graphs[way] = captured(passes, lambda: in_way(way))
         else:
             serve(passes, tokens, way)

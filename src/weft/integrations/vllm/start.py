@@ -120,17 +120,22 @@ def start(model: ServedModel, runner: VllmObject) -> None:
     raises. The call is collective."""
     try:
         raise_errors(model)
-        try:
-            decide(model, runner)
-        except Exception as error:
-            model.error = f"{type(error).__name__}: {error}"
-            log.debug("weft's comparison failed", exc_info=True)
-        raise_errors(model)
+        run_on_all_ranks(model, lambda: decide(model, runner))
     except Exception as error:
         model.give_up(f"{error}")
     model.started = True
     if model.group.rank_in_group == 0:
         log.info("%s", model.text())
+
+
+def run_on_all_ranks(model: ServedModel, step: Callable[[], object]) -> None:
+    """Run a step of the start. Raises WeftError on all ranks if it fails on any rank. The call is collective."""
+    try:
+        step()
+    except Exception as error:
+        model.error = f"{type(error).__name__}: {error}"
+        log.debug("a step of weft's start failed", exc_info=True)
+    raise_errors(model)
 
 
 def raise_errors(model: ServedModel) -> None:
@@ -154,6 +159,8 @@ def decide(model: ServedModel, runner: VllmObject) -> None:
             if model.group.rank_in_group == 0:
                 store(model)
         free_cached_memory(passes.world)  # of the comparison
+        if passes.graphs is not None:
+            passes.graphs.why_not = None  # the freed memory may suffice
         won = [(compared.low, compared.high, compared.form) for compared in model.ranges if compared.form is not None]
         if not won:
             model.give_up("no pass is 1% faster with weft")
@@ -193,15 +200,19 @@ def allocate(model: ServedModel, runner: VllmObject) -> None:
     may have grown, so that weft dropped the prepared calls of earlier passes; and vLLM frees torch's cached memory
     before it captures graphs. Requests would wait while weft prepares calls and CUDA allocates memory. Never raises:
     graphs that use the twin exist already, so it cannot be dropped here, and an engine without memory for these passes
-    may still serve smaller ones. The call is collective."""
+    may still serve smaller ones. After each pass the ranks exchange their errors, since a rank would wait forever in a
+    pass that another rank does not start. The call is collective."""
     if model.passes is None:
         return
+
+    def run(tokens: int) -> None:
+        compare.pass_of(runner, model.config)(tokens)
+
     try:
-        run = compare.pass_of(runner, model.config)
         for tokens in model.passes.last_warm_ups():
-            run(tokens)
+            run_on_all_ranks(model, functools.partial(run, tokens))
     except Exception as error:
-        log.warning("weft: the memory of the largest passes is not allocated: %s: %s", type(error).__name__, error)
+        log.warning("weft: the memory of the largest passes is not allocated: %s", error)
 
 
 def free_cached_memory(world: World) -> None:

@@ -220,9 +220,20 @@ class Passes:
 
     def warm_up(self, tokens: int, one_pass: Callable[[], object]) -> None:
         """Run a pass of this number of tokens until all that it needs exists, except graphs. The call is collective."""
+        if self.key_of_graphs(tokens) is None:
+            one_pass()
+        else:
+            self.prepare_capture(one_pass)
+
+    def prepare_capture(self, one_pass: Callable[[], object]) -> None:
+        """Run a pass until weft has prepared its plans for graphs. This takes one pass on a side stream, such as the
+        stream of vLLM's workers on GPUs, and two passes on the default stream, or if memory that calls share grows
+        during the first pass, which drops what weft has prepared. The call is collective."""
+        before = self.world.drops
         one_pass()
-        if self.key_of_graphs(tokens) is not None:
-            one_pass()  # weft prepares a plan for graphs at the second call of a size
+        again = self.world.drops > before or not self.world.backend.on_side_stream()
+        if any(self.world.exchange(again, "whether to repeat a pass")):
+            one_pass()
 
     def capture(self, tokens: int, one_pass: Callable[[], object]) -> None:
         """Capture the pieces of a pass of this number of tokens, unless vLLM captures its size. All passes that may
