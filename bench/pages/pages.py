@@ -13,6 +13,7 @@ from pathlib import Path
 
 from bench.pages import (
     api_page,
+    drawn_page,
     fp8_page,
     front,
     hardware_page,
@@ -102,6 +103,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "bench/results/transformers.md": lambda: page_of(
         tables.TRANSFORMERS, ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
+    drawn_page.TABLE: lambda: page_of(drawn_page.TITLE, ("drawn.jsonl", drawn_page.drawn)),
     suites_page.TABLE: lambda: page_of(suites_page.TITLE, ("torch_suites.jsonl", suites_page.suites)),
     "docs/vllm.md": lambda: filled("docs/vllm.md", tables_of([("vllm_serving.jsonl", vllm_page.serving)])),
     vllm_page.TABLES: lambda: vllm_page.chapter(RESULTS),
