@@ -383,6 +383,15 @@ def test_the_best_plans_of_classes_with_close_predictions_are_rivals() -> None:
     assert f"{len(rivals)} plans are too close to be ranked" in why
 
 
+def test_calls_with_new_numbers_of_rows_search_for_no_new_rivals() -> None:
+    planner = Planner(Predictor(shipped("nvidia-h200-x4")))
+    planner.nearest("all_gather_matmul", 1700, 19200, 10240, "graph")
+    searches = planner.decide.cache_info().misses
+    for m in (1668, 1700, 1728):
+        assert planner.rivals("all_gather_matmul", m, 19200, 10240)
+    assert planner.decide.cache_info().misses == searches
+
+
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
     """Assign to each candidate the time in `us` for its class, by default 100 us, and record the candidates without
     running them."""
