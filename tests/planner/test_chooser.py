@@ -33,6 +33,7 @@ from weft.ops.attention.segmented import AttentionConfig
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands
 from weft.ops.moe.expert_parallel.op import MOE, Moe
 from weft.planner.auto import UNUSABLE
+from weft.planner.parts import NotMeasured
 from weft.planner.predict import Predictor
 from weft.planner.profile import shipped
 from weft.planner.search import Planner
@@ -390,6 +391,15 @@ def test_calls_with_new_numbers_of_rows_search_for_no_new_rivals() -> None:
     for m in (1668, 1700, 1728):
         assert planner.rivals("all_gather_matmul", m, 19200, 10240)
     assert planner.decide.cache_info().misses == searches
+
+
+def test_no_plan_is_a_rival_if_the_profile_lacks_a_measurement() -> None:
+    """The call is sequential (`auto`), and a trial must not raise the error instead."""
+    planner = Planner(Predictor(replace(shipped("nvidia-h200-x4"), waves=())))
+    assert not planner.host_bounds("matmul_all_reduce", 8192, 6144, 3712)
+    with pytest.raises(NotMeasured, match="no waves"):
+        planner.nearest("matmul_all_reduce", 8192, 6144, 3712, "graph")
+    assert planner.rivals("matmul_all_reduce", 8192, 6144, 3712) == []
 
 
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:

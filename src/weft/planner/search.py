@@ -186,13 +186,16 @@ class Planner:
 
     def rivals(self, op: str, m: int, n: int, k: int, limits: bool = True) -> list[Plan]:
         """Return the fastest plan of each class whose predicted time on the GPU is within UNRANKED of the fastest
-        plan's; none if only one class is. The plans are those of `near(m)`, as in
-        `_nearest`, since a search takes milliseconds. Of 68 drawn calls of more than 150 us, a tenth took 14% to 23%
+        plan's; none if only one class is, or if the profile lacks a measurement. As in `_nearest`, the plans are those
+        of `near(m)`, since a search takes milliseconds. Of 68 drawn calls of more than 150 us, a tenth took 14% to 23%
         longer than predicted, relative to sequential calls, and without a trial two were 7% and 9% slower than the best
         library (4 H200, 2026-11)."""
         world, planned_m = self.predictor.world, near(m, self.predictor.world)
         movable = REGISTRY[op].movable(Signaled(copies=True), m, world)
-        decision = self.decide(op, planned_m, n, k, "graph", m % world == 0, movable=movable, limits=limits)
+        try:
+            decision = self.decide(op, planned_m, n, k, "graph", m % world == 0, movable=movable, limits=limits)
+        except NotMeasured:
+            return []
         best: dict[type[Plan], Option] = {}
         for option in decision.options:
             best.setdefault(type(option.plan), option)
