@@ -402,6 +402,14 @@ def test_no_plan_is_a_rival_if_the_profile_lacks_a_measurement() -> None:
     assert planner.rivals("matmul_all_reduce", 8192, 6144, 3712) == []
 
 
+def test_explain_names_no_plans_to_time_if_all_calls_of_an_octave_share_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.backends.library_gemm._steps_an_octave", 1)
+    why = weft.explain("all_gather_matmul", 1728, 19200, 10240, profile="nvidia-h200-x4").why
+    assert "too close to be ranked" not in why
+
+
 def replayed(monkeypatch: pytest.MonkeyPatch, us: dict[type[Plan], float], ran: list[Any]) -> None:
     """Assign to each candidate the time in `us` for its class, by default 100 us, and record the candidates without
     running them."""

@@ -97,11 +97,15 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
         if planner == UNUSABLE:
             return ()
         if isinstance(planner, Planner) and not planner.host_bounds(op.name, m, n, k):
-            alike = library_gemm.rows_ratio() <= ALIKE
-            return planner.rivals(op.name, m, n, k, world.backend.limits_ctas) if alike else ()
+            return _rivals(planner, op.name, (m, n, k), world.backend.limits_ctas)
     nbytes = op.gemm_call(m, n, k).moved(m)
     shots = [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op.name, plan, world.size)]
     return [*op.variants, *([op.default(world, Decomposed)] if Decomposed in op.runs else ()), *shots]
+
+
+def _rivals(planner: Planner, op: str, mnk: tuple[int, int, int], limits: bool) -> Sequence[Plan]:
+    """Return the plans that predictions cannot rank; none if calls of very different numbers of rows share a trial."""
+    return planner.rivals(op, *mnk, limits) if library_gemm.rows_ratio() <= ALIKE else ()
 
 
 @functools.cache
@@ -234,7 +238,7 @@ def _timed_later(planner: Planner, op: str, mnk: tuple[int, int, int], mode: str
     if planner.host_bounds(op, *mnk):
         reason = "the host may bound such a call, so Hopper GPUs time the plans" if mode == "eager" else ""
     else:
-        rivals = len(planner.rivals(op, *mnk, limits))
+        rivals = len(_rivals(planner, op, mnk, limits))
         reason = f"{rivals} plans are too close to be ranked, so Hopper GPUs time them" if rivals else ""
     return f"; {reason} at the first eager call" if reason else ""
 
