@@ -532,6 +532,22 @@ def test_the_sum_with_the_residual_is_written_to_given_rows(name: str, full: boo
         assert same and untouched and error < BF16
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [torch.empty(4, 64), torch.empty(2, 64, dtype=torch.float16), torch.empty(2, 128)[:, ::2]],
+    ids=["all rows", "another dtype", "not contiguous"],
+)
+def test_memory_that_cannot_hold_the_sum_with_the_residual_is_refused(kept: torch.Tensor) -> None:
+    """A kernel would write beyond it, or weft would write to a copy of it."""
+
+    def main(world: weft.World) -> None:
+        operands = NormOperands(torch.zeros(4, 64), None, torch.ones(64), kept=kept)
+        with pytest.raises(ValueError, match=r"kept .* must be contiguous, \[2, 64\] torch.float32"):
+            ALL_REDUCE_RMS_NORM(world, "two_shot", operands, (1e-6, "rms", None, False, None))
+
+    emulate(main, 2)
+
+
 @pytest.mark.parametrize("seed", some(range(8)))
 def test_a_symmetric_output_is_the_callers_until_its_next_call(seed: int) -> None:
     """A fast peer's next call does not overwrite data that a rank's stream reads between two calls."""

@@ -165,7 +165,7 @@ class AllReduceRmsNorm(Reduce):
     def check(self, world: World, operands: NormOperands, options: CallOptions) -> SumCall:
         """Check the operands and options, and return the call. Raises ValueError or TypeError for every error that this
         rank can detect alone."""
-        (x, residual, weight, bias, scale, _), (eps, norm, out_dtype, full_residual, recipe) = operands, options
+        (x, residual, weight, bias, scale, kept), (eps, norm, out_dtype, full_residual, recipe) = operands, options
         _check_tensors(NORM, world, operands)
         if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
             raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
@@ -187,6 +187,8 @@ class AllReduceRmsNorm(Reduce):
             raise ValueError(
                 f"{NORM}: residual {dims(residual)} must be [{rows}, {h}], {whose}, with full_residual={full_residual}"
             )
+        if kept is not None and (kept.shape != (rows, h) or kept.dtype != x.dtype or not kept.is_contiguous()):
+            raise ValueError(f"{NORM}: kept {dims(kept)} must be contiguous, [{rows}, {h}] {x.dtype}")
         if norm not in NORMS:
             raise ValueError(f'{NORM}: norm {norm!r} is not "rms" or "layer"')
         for name, t in (("weight", weight), ("bias", bias)):
