@@ -24,7 +24,7 @@ its end a log has the memory that the engine allocated during requests.
 
 The mix "timeline" is to be the last: torch.profiler traces steps of TRACED's tokens. DIR/vllm_timeline.jsonl has a row for each engine and step,
 with `ratio_step` and `ratio_layer`, stock's time over the method's by class of kernels; DIR/vllm_timeline.txt lists the kernels of a layer, and
-DIR/vllm_trace-METHOD-TOKENS.json.gz has all kernels, calls and steps of the ranks (`vllm_timeline.trace_of`). Traced
+DIR/vllm_trace-MODEL-METHOD-TOKENS.json.gz has all kernels, calls and steps of the ranks (`vllm_timeline.trace_of`). Traced
 steps are slower: `untraced_seconds` and `traced_seconds` are those of the whole load.
 """
 
@@ -140,7 +140,8 @@ class Engine:
         return served
 
     def timeline(self, load: Load, tokens: int) -> dict[str, Any]:
-        file = self.log.with_name(f"vllm_trace-{self.setup.method.replace(' ', '_')}-{tokens}.json.gz")
+        name = f"{self.setup.model}-{self.setup.method.replace(' ', '_')}-{tokens}"
+        file = self.log.with_name(f"vllm_trace-{name}.json.gz")
         self.pipe.send(TracedLoad(load, tokens, file))
         row: dict[str, Any] = self.answer(TRACE_TIMEOUT)
         return row

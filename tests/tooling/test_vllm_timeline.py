@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench.measure import vllm_serving
-from bench.measure.vllm_engine import Load, TracedLoad, WorkerExtension
+from bench.measure.vllm_engine import Load, Setup, TracedLoad, WorkerExtension
 from bench.measure.vllm_serving import TRACED
 from bench.measure.vllm_timeline import CLASSES, Kernel, NoTimeline, Trace, means, parsed, timeline, trace_of
 
@@ -215,6 +215,19 @@ class TracedEngine:
     def timeline(self, load: Load, tokens: int) -> dict[str, Any]:
         self.order.append("trace")
         return {"error": "no CUPTI"} if tokens == self.fails else timeline([traced(tokens=tokens)], tokens, LAYERS)
+
+
+def test_each_engine_and_number_of_tokens_has_a_file_of_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run may measure several models."""
+    sent = list[TracedLoad]()
+    monkeypatch.setattr(vllm_serving.Engine, "answer", lambda engine, timeout: {})
+    for model in ("Llama-8B", "Llama-70B"):
+        for method in ("stock", "stock again"):
+            engine = vllm_serving.Engine(Setup(model, method, (0, 1), 4096, 0.5, 0), tmp_path / f"{model}.log")
+            engine.pipe = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+            for tokens in (24, 64):
+                engine.timeline(TRACED[tokens], tokens)
+    assert len({traced_load.file for traced_load in sent}) == len(sent) == 8
 
 
 def test_rows_compare_each_method_with_stock(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
