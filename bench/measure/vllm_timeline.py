@@ -229,7 +229,7 @@ def parts(kernels: Sequence[Kernel], begin: float, end: float) -> list[float]:
 def means(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
     """Return `parts` of a layer, the mean over the layers and ranks of the steps of this number of tokens, without the
     first step, which may follow an idle GPU with a higher clock. Also return the medians over these steps on rank 0 of
-    the time from the step before, and of the communication without the time in which a rank waits for another: the
+    the time from the end of the step before, or from the step's own begin if that is later, and of the communication without the time in which a rank waits for another: the
     sum of each kernel's least time over ranks, or None if the ranks run different numbers of kernels."""
     steps = [i for i, step in enumerate(traces[0].steps) if step.tokens == tokens and kernels_of(traces[0], i)]
     steps = steps[1:] or steps

@@ -155,7 +155,7 @@ def latencies(lines: Rows) -> str:
 def steps(lines: Rows) -> str:
     """Return a line for each number of tokens of traced steps: the times of a layer, stock and weft, and the speedups of
     the median step by weft, of the second stock engine, and of stock without its communication."""
-    newest = {(row["tokens"], row["method"]): row for row in lines}
+    newest = {(row["tokens"], row["method"]): row for row in lines if row["model"] == lines[-1]["model"]}
     table = []
     for tokens in sorted({tokens for tokens, _ in newest}):
         stock, weft, again = (newest[tokens, method]["means"] for method in ("stock", "weft", STOCK_AGAIN))

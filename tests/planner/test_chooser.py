@@ -313,7 +313,7 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
     """Every candidate that this GPU can run is timed, with low-latency plans only if their rows are few. Candidates
     are also timed with a profile if the host may bound the eager call. Nothing is timed on a GPU of another generation,
     on a GPU with stored rows, or with an unusable profile. If a profile predicts that the GPU bounds the call, only
-    plans that it cannot rank are timed, unless all calls of an octave share the trial."""
+    plans that it cannot rank are timed, unless memory is scarce or all calls of an octave share the trial."""
     is_hopper, known, planner = [True], [False], list[Any]([None])
     monkeypatch.setattr("weft.planner.auto._is_measured", lambda device: is_hopper[0])
     monkeypatch.setattr("weft.planner.auto.exact", lambda *shape: Sequential() if known[0] else None)
@@ -365,8 +365,13 @@ def test_an_unmeasured_hopper_gpu_is_timed_at_the_first_call(op: str, monkeypatc
         plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
         assert (plan, bool(timed)) == ((best, True) if us == CallTime(150.0, 100.0) else (Sequential(), False))
     monkeypatch.setattr(predicted.predictor, "call_time", lambda *_: CallTime(300.0, 100.0))
+    enough = [True]
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 24 if enough[0] else 1 << 21, 0))
     rivals += Sequential(), best
     assert weft.spmd(rank, 2, backend="emulated", sm_count=132)[0] == (best, {Sequential(), best})
+    enough[0] = False
+    assert weft.spmd(rank, 2, backend="emulated", sm_count=132)[0] == (Sequential(), set())
+    enough[0] = True
     monkeypatch.setattr("weft.backends.library_gemm._steps_an_octave", 1)
     assert weft.spmd(rank, 2, backend="emulated", sm_count=132)[0] == (Sequential(), set())
 

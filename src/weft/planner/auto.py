@@ -48,6 +48,9 @@ __all__ = ["auto", "explain", "unmeasured"]
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # M, N, K of the self-check's GEMM
 ALIKE = 1.25  # the largest ratio of the rows of calls for which one of several close plans is the fastest
+# The memory that stays allocated for a trial's plans, divided by the bytes that the collective transfers: each plan has
+# its own staging memory, at most two halves.
+TRIAL_MEMORY = 6
 DRIFT = 0.10  # weft warns if the time of the check GEMM differs from the profile's time by more than this fraction
 UNUSABLE = "unusable"  # replaces the planner of a World whose profile cannot be used
 
@@ -97,7 +100,8 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
         if planner == UNUSABLE:
             return ()
         if isinstance(planner, Planner) and not planner.host_bounds(op.name, m, n, k):
-            return _rivals(planner, op.name, (m, n, k), world.backend.limits_ctas)
+            plans = _rivals(planner, op.name, (m, n, k), world.backend.limits_ctas)
+            return plans if plans and _has_memory(world, op.gemm_call(m, n, k).moved(m)) else ()
     nbytes = op.gemm_call(m, n, k).moved(m)
     shots = [plan for plan in SHOTS if nbytes <= most_low_latency_bytes(op.name, plan, world.size)]
     return [*op.variants, *([op.default(world, Decomposed)] if Decomposed in op.runs else ()), *shots]
@@ -106,6 +110,13 @@ def unmeasured(op: Op, world: World, call: Call) -> Sequence[Plan]:
 def _rivals(planner: Planner, op: str, mnk: tuple[int, int, int], limits: bool) -> Sequence[Plan]:
     """Return the plans that predictions cannot rank; none if calls of very different numbers of rows share a trial."""
     return planner.rivals(op, *mnk, limits) if library_gemm.rows_ratio() <= ALIKE else ()
+
+
+def _has_memory(world: World, nbytes: int) -> bool:
+    """Return whether every rank has free GPU memory for the plans of a trial of calls that transfer this many bytes,
+    since a call whose predicted plan fits should not fail in a trial. Collective."""
+    free, _ = torch.cuda.mem_get_info(world.device)
+    return all(world.exchange(free >= TRIAL_MEMORY * nbytes, "memory for a trial"))
 
 
 @functools.cache

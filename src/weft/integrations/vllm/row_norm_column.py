@@ -338,7 +338,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
     Plan "auto" is the World's form for the number of tokens. All plans but sequential and FlashInfer need symmetric
     memory and at least one token for each rank; without these the call runs sequentially. The first result is the
     product [M, N], or the normalised rows [M, H] if `column` is None; the second is h [M, H]. With the plans OwnRows,
-    ShardedTokens and TwoParts a rank has only its own rows of h, or no rows if there is no residual."""
+    ShardedTokens and TwoParts a rank has only its own rows of h; with ShardedTokens it has none without a residual."""
 
     name = "row_norm_column"
     signature = (
