@@ -17,7 +17,7 @@ TITLE = """# Sizes drawn at random
 Tokens are multiples of 64, log-uniform from 128 to 16,384, hidden sizes multiples of 256 from 2,048 to 12,288, and intermediate sizes 2 to
 4.5 times as large. Ratios are of the times of cuBLAS and NCCL, one after the other, or of the best library (torch's symmetric memory, if it
 is faster), to those of `plan="auto"` in the same run. Seed 271127 was chosen after the planner of `91898b0e` was committed; then 57 of
-its 60 graphs reached 0.98x, and the others 0.91x, 0.93x and 0.97x. The planner of `5e208b53` was changed for these three, which were measured
+its 60 graphs reached 0.98x, and the others 0.91x, 0.93x and 0.97x. The planner of `05d2da9e` was changed for these three, which were measured
 again with one size of the other seed.
 
 """
