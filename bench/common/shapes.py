@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 
@@ -33,3 +34,14 @@ TILELINK = [
 ]
 LLAMA_70B = [MLP(f"70B-{m}", m, 8192, 28672) for m in (128, 512, 1024, 2048, 4096, 16384, 32768)]
 ALL = TILELINK + LLAMA_70B
+
+
+def drawn(seed: int, count: int = 20) -> list[MLP]:
+    """Return `count` shapes that nobody tuned for, in order: M is a multiple of 64, log-uniform from 128 to 16,384, H a
+    multiple of 256 from 2,048 to 12,288, and I is 2 to 4.5 times H."""
+    draw, sizes = random.Random(seed), set[tuple[int, int, int]]()
+    while len(sizes) < count:
+        hidden = 256 * draw.randint(8, 48)
+        tokens = 64 * round(2 ** draw.uniform(1, 8))
+        sizes.add((tokens, hidden, 512 * round(hidden * draw.uniform(2, 4.5) / 512)))
+    return [MLP("x".join(map(str, size)), *size) for size in sorted(sizes)]

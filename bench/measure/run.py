@@ -1,6 +1,6 @@
 """The benchmark of every op and of the whole MLP on every shape, compared with cuBLAS + NCCL and torch's fused ops.
 
-python -m bench.measure.run [--ops ...] [--shapes ... | --size M,H,I ...] [--modes graph eager] [--tune] [--seconds S] [--out DIR]
+python -m bench.measure.run [--ops ...] [--shapes ... | --size M,H,I ... | --drawn SEED ...] [--modes graph eager] [--tune] [--seconds S] [--out DIR]
 torchrun --nproc-per-node N -m bench.measure.run --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
 
 The benchmark runs on all GPUs, or on those of torchrun's ranks. A size is M tokens over all ranks, hidden size H and intermediate size I
@@ -220,6 +220,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     p.add_argument("--ops", nargs="*", default=[*OPS, "parallel_mlp"], choices=[*OPS, "parallel_mlp"])
     p.add_argument("--shapes", nargs="*", choices=[s.name for s in shapes.ALL])
     p.add_argument("--size", nargs="*", type=size, default=[], metavar="M,H,I")
+    p.add_argument("--drawn", nargs="*", type=int, default=[], metavar="SEED", help="20 sizes drawn at random a seed")
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--methods", nargs="*", default=[""], help="those whose name begins with one of these")
@@ -229,8 +230,8 @@ def arguments(words: list[str]) -> argparse.Namespace:
     a = p.parse_args(words)
     a.out = a.out or Path(tempfile.mkdtemp(prefix="weft-bench-"))
     by_name = {s.name: s for s in shapes.ALL}
-    names = list(by_name) if a.shapes is None and not a.size else a.shapes or []
-    a.sizes = [*map(by_name.__getitem__, names), *a.size]
+    names = list(by_name) if a.shapes is None and not a.size and not a.drawn else a.shapes or []
+    a.sizes = [*map(by_name.__getitem__, names), *a.size, *(shape for seed in a.drawn for shape in shapes.drawn(seed))]
     return a
 
 

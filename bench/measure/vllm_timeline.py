@@ -226,15 +226,20 @@ def parts(kernels: Sequence[Kernel], begin: float, end: float) -> list[float]:
     return [after - before for before, after in zip(times, [*times[1:], end - begin], strict=True)]
 
 
+def steps_of(trace: Trace, tokens: int) -> list[int]:
+    """Return the steps of this number of tokens that launched kernels."""
+    return [i for i, step in enumerate(trace.steps) if step.tokens == tokens and kernels_of(trace, i)]
+
+
 def means(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
     """Return `parts` of a layer, the mean over the layers and ranks of the steps of this number of tokens, without the
-    first step, which may follow an idle GPU with a higher clock. Also return the medians over these steps on rank 0 of
-    the time from the end of the step before, or from the step's own begin if that is later, and of the communication without the time in which a rank waits for another: the
-    sum of each kernel's least time over ranks, or None if the ranks run different numbers of kernels."""
-    steps = [i for i, step in enumerate(traces[0].steps) if step.tokens == tokens and kernels_of(traces[0], i)]
-    steps = steps[1:] or steps
+    first step, which may follow an idle GPU with a higher clock. Also return medians over these steps on rank 0: of the
+    time from the end of the step before, or from the step's own begin if that is later; and of the communication
+    without the time in which a rank waits for another, which is the sum of each kernel's least time over ranks, or None
+    if the ranks run different numbers of kernels."""
+    steps = steps_of(traces[0], tokens)
     by_layer, us, communication = [], [], []
-    for step in steps:
+    for step in steps[1:] or steps:
         by_rank = [kernels_of(trace, step) for trace in traces]
         for kernels in by_rank:
             starts = layer_starts(kernels, layers)
@@ -247,7 +252,7 @@ def means(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
     names = ("us", "compute_us", "other_us", "communication_us", "idle_us")
     known = [time for time in communication if time is not None]
     return {
-        "steps": len(steps),
+        "steps": len(us),
         "step_us": round(statistics.median(us), 1),
         "step_communication_us": round(statistics.median(known), 1) if known else None,
         "layer": {
@@ -255,6 +260,28 @@ def means(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
             for name, times in zip(names, zip(*by_layer, strict=True), strict=True)
         },
     }
+
+
+def by_step(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, list[float]]:
+    """Return, for each step of this number of tokens: the mean over layers of a layer's time on rank 0, and over layers
+    and ranks of the time in which GEMMs or attention run; the time of the first GEMM on rank 0; and the longest time
+    over ranks of the first sum, in which ranks wait for the rank that starts last."""
+    table: dict[str, list[float]] = {"layer_us": [], "compute_us": [], "first_gemm_us": [], "first_sum_us": []}
+    for step in steps_of(traces[0], tokens):
+        by_rank = [kernels_of(trace, step) for trace in traces]
+        spans = [[*pairwise(layer_starts(kernels, layers))] for kernels in by_rank]
+        compute = [parts(ks, *span)[0] for ks, layer_spans in zip(by_rank, spans, strict=True) for span in layer_spans]
+        sums = [first_time(ks, "communication") for ks in by_rank]
+        table["layer_us"].append(statistics.mean(after - before for before, after in spans[0]))
+        table["compute_us"].append(statistics.mean(compute))
+        table["first_gemm_us"].append(first_time(by_rank[0], "GEMM"))
+        table["first_sum_us"].append(max(sums))
+    return {name: [round(time, 1) for time in times] for name, times in table.items()}
+
+
+def first_time(kernels: Sequence[Kernel], kind: str) -> float:
+    """Return the time of the first kernel of a class, which is no copy; 0 if there is none."""
+    return next((k.end - k.start for k in kernels if k.kind == kind and not k.name.startswith("Memcpy")), 0.0)
 
 
 def timeline(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any]:
@@ -278,6 +305,7 @@ def timeline(traces: Sequence[Trace], tokens: int, layers: int) -> dict[str, Any
         "layer": by_rank[0][1] | {"idle_for_host_us": round(idle_for_host(inside), 1)},
         "layers_us": [round(after - before) for before, after in zip(starts, starts[1:], strict=False)],
         "means": means(traces, tokens, layers),
+        "by_step": by_step(traces, tokens, layers),
         "by_rank": [
             [round(start - by_rank[0][0], 1), rank["us"], rank["idle_us"], rank["classes"]["communication"][0]]
             for start, rank in by_rank

@@ -1,14 +1,11 @@
-"""The tables of bench/results/drawn.md: sizes that a generator of random numbers drew after the planner was written,
-from bench/results/<machine>/drawn.jsonl.
+"""The tables of bench/results/drawn.md: sizes that nobody tuned for, from bench/results/<machine>/drawn.jsonl.
 
-The rows are those of `bench.measure.run --size`, with the seed. The newest run of a size, op and mode counts.
+The rows are those of `bench.measure.run --drawn SEED`, with the seed. The newest run of a size, op and mode counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from bench.pages.report import mean
+from bench.pages.report import OPS, mean
 from bench.pages.tables import Rows, grid
 
 TABLE = "bench/results/drawn.md"
@@ -23,11 +20,6 @@ again with one size of the other seed.
 """
 BASELINE, OURS = "sequential", "auto"
 WORTH = 0.98
-OPS = {
-    "all_gather_matmul": "all-gather + GEMM",
-    "matmul_reduce_scatter": "GEMM + reduce-scatter",
-    "matmul_all_reduce": "GEMM + all-reduce",
-}
 
 
 def drawn(lines: Rows) -> str:
@@ -51,14 +43,11 @@ def drawn(lines: Rows) -> str:
         counts = f"{len(sizes) - len(low)} of {len(sizes)}"
         ratios = f"**{mean(to_nccl):.2f}x**", f"{mean(to_best.values()):.2f}x", f"{min(to_best.values()):.2f}x"
         table.append([str(seed), OPS[op], mode, *ratios, counts, ", ".join(f"`{commit}`" for commit in commits)])
-        slower += [below(mode, op, size, ratio, ours[size]) for size, ratio in sorted(low.items())]
+        for size, ratio in sorted(low.items()):
+            slower.append(f"{OPS[op]} {'x'.join(map(str, size))} ({mode}) {ratio:.2f}x, {ours[size]:.0f} us")
     head = ["seed", "", "mode", "cuBLAS + NCCL", "best library", "lowest", f"at least {WORTH}x", "commit"]
-    return f"means:\n\n{grid(head, table)}\n\nBelow {WORTH}x of the best library: {'; '.join(slower)}."
+    return f"geometric means:\n\n{grid(head, table)}\n\nBelow {WORTH}x of the best library: {'; '.join(slower)}."
 
 
 def best(methods: dict[str, dict]) -> float:
     return min(row["us"] for method, row in methods.items() if method != OURS)
-
-
-def below(mode: str, op: str, size: Sequence[int], ratio: float, us: float) -> str:
-    return f"{OPS[op]} {'x'.join(map(str, size))} ({mode}) {ratio:.2f}x, {us:.0f} us"

@@ -16,33 +16,28 @@ FORMS = {
     "auto": "the plugin's choice", "whole": "norm fused with the sum", "rows": "residuals by rows", "woven": "two parts",
 }  # fmt: skip
 
-# Of the figures that the rows lack, those of single kernels, ranks and steps are from the run's traces, which are too
-# large to store.
 EXPLANATION = """torch.profiler slows these steps. A layer's mean time is divided by what runs: GEMMs or attention, else norms and
 other kernels, else only communication, or nothing. "Stock again", an equal engine, shows the noise. "No communication", stock with only
 its waits for other ranks, bounds overlap.
 
 **8,192 tokens.** weft computes layers in halves. That hides 1,146 of 1,343 us of communication and 117 us of other kernels, but GEMMs and
-attention take 450 us longer, hardly because of halves or copies: a step's first GEMM, a half without communication beside it, took
-214 us after an idle GPU (half of stock's: 212) and 255 us in later steps (231); beside copies 254 us. Rather, without
-pauses for communication the clock seems to fall further at the power limit: GEMMs and attention slowed down by 9% after the first step, those of stock again by 5%.
-Ranks differ by 4%, also stock's.
+attention take 450 us longer. Halves and copies beside them are hardly the reason: in the first step, on a GPU that had been idle, weft's
+GEMMs and attention took 4,794 us a layer, as long as stock's in later steps, and 5,242 us later (+9%; stock again 4,598 and 4,815 us,
++5%). A step's first GEMM, a half with nothing beside it, took 215 us in the first step, and 257 us later. The clock, which was not
+recorded, seems to fall further without pauses for communication.
 
-**2,048, 4,096.** At 2,048, kernels with GEMM and sum take 601 us, stock's GEMMs and sums 392 + 385. At 4,096, sequence parallelism hides 83%
-of the communication; GEMMs and attention take 12% longer.
+**2,048, 4,096.** At 4,096, sequence parallelism hides 83% of the communication; GEMMs and attention take 12% longer.
 
 **1,024.** Stock's uncaptured passes wait for the host; weft captures.
 
-**64.** Sums are faster; nothing overlaps. Ranks start a step at different times, so the first sum (14 us) takes up to 50, 173 and 338 us (stock, weft,
-stock again), which explains the steps' ratios.
+**64.** Sums are faster; nothing overlaps. Ranks start a step at different times, so the first sum takes 50, 173 and 338 us in the median
+step (stock, weft, stock again), which explains the steps' ratios.
 
-**24.** Launching a graph takes 0.2 to 0.4 ms in all engines. A layer takes 207, 198 and 205 us after the prefills, 182, 184 and 182 us 30 steps later.
-Then weft's kernels take 2 us less, but gaps between them, in this trace's graphs, 4 us more. Traces without prefills of 8,192 tokens
-lack these gaps. Untraced they would explain why steps of "papers" take 3.07 ms (stock 3.01, stock again 3.04), those of "decode" 2.62 (2.64, 2.65).
+**24.** Right after the prefills a layer takes 208, 198 and 205 us (stock, weft, stock again), 30 steps later 182, 184 and 182 us. Then weft's
+kernels take less time, but gaps between them more, which steps of 64 tokens, traced without prefills, lack. Untraced, gaps would
+explain why steps of "papers" take 3.07 ms (stock 3.01, stock again 3.04); those of "decode" take 2.62 (2.64, 2.65).
 
-**Mixes.** A model of the scheduler counts 862 steps of "papers", 341 of one token, which vLLM itself serves, and 12 with prefills, a
-third of the time. Interpolation bounds "papers" at about 1.15x and "chat" at 1.17x. By the passes timed at the start they would
-reach 1.05x and 1.06x; measured were 1.03x and 1.02x. First tokens of "papers" come 1.13x as fast; decodes lose 2%.
+**"Papers".** First tokens come 1.13x as fast, decodes are 2% slower. At 24 tokens a step without communication would be only 1.10x as fast.
 
 **TokenWeave** [stores](https://github.com/microsoft/tokenweave/blob/5658c215527177e0084f29ad46a2cbcb46f1dc0e/artifact/csvs/figure_13.csv)
 1.16x to 1.26x throughput for Llama-70B on 8 H100s (1.23x to 1.25x without communication) over vLLM 0.8.5, eager, with multicast sums and a locked

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-from bench.pages.drawn_page import drawn
+from bench.common import shapes
+from bench.measure import run
+from bench.pages.drawn_page import TITLE, drawn
+from weft.planner.predict import Predictor
+from weft.planner.profile import shipped
+from weft.plans import Plan, Sequential
+
+STORED = Path(__file__).parents[2] / "bench/results/nvidia-h200-x4/drawn.jsonl"
+ROWS = [json.loads(line) for line in STORED.read_text().splitlines()]
+
+
+def runs_of(*commits: str) -> dict[tuple[str, int, int, int], dict[str, dict[str, Any]]]:
+    """Return the rows of graphs by method, for each op and size that these commits ran."""
+    runs: dict[tuple[str, int, int, int], dict[str, dict[str, Any]]] = {}
+    for row in ROWS:
+        if row["mode"] == "graph" and row["commit"] in commits:
+            runs.setdefault((row["op"], row["M"], row["N"], row["K"]), {})[row["method"]] = row
+    return runs
 
 
 def rows_of(m: int, us: dict[str, float], date: str = "2026-01-01", commit: str = "aaaa") -> list[dict[str, Any]]:
@@ -20,3 +39,35 @@ def test_auto_is_compared_with_nccl_and_with_the_best_library_of_the_newest_run(
     text = drawn(rows)
     assert line in text
     assert text.endswith("Below 0.98x of the best library: all-gather + GEMM 128x8x16 (graph) 0.90x, 100 us.")
+
+
+def test_the_stored_sizes_are_those_of_their_seeds() -> None:
+    for seed in {row["seed"] for row in ROWS}:
+        sizes = shapes.drawn(seed)
+        assert run.arguments(["--drawn", str(seed), "--out", "out"]).sizes == sizes
+        assert {row["name"] for row in ROWS if row["seed"] == seed} == {shape.name for shape in sizes}
+
+
+def test_the_title_states_the_graphs_of_the_later_seed() -> None:
+    """Before the planner was changed for three of them."""
+    ratios = []
+    for methods in runs_of("91898b0e").values():
+        us = {method: row["us"] for method, row in methods.items()}
+        ratios.append(min(time for method, time in us.items() if method != "auto") / us["auto"])
+    below = sorted(ratio for ratio in ratios if ratio < 0.98)
+    text = " ".join(TITLE.split())
+    assert f"{len(ratios) - len(below)} of its {len(ratios)} graphs" in text
+    assert "the others {:.2f}x, {:.2f}x and {:.2f}x".format(*below) in text
+
+
+def test_a_tenth_of_long_calls_take_longer_than_predicted_by_what_rivals_states() -> None:
+    """The docstring of `Planner.rivals`: 68 calls of more than 150 us, and the errors relative to sequential calls."""
+    predictor = Predictor(shipped("nvidia-h200-x4"))
+    errors = []
+    for (op, *mnk), methods in runs_of("506bc86a", "91898b0e").items():
+        plan, us = Plan.from_json(methods["auto"]["plan"]), methods["auto"]["us"]
+        if us > 150 and plan != Sequential():
+            predicted = predictor.time(op, plan, *mnk) / predictor.time(op, Sequential(), *mnk)
+            errors.append(us / methods["sequential"]["us"] / predicted - 1)
+    tenth = sorted(errors)[-(len(errors) // 10 + 1) :]
+    assert (len(errors), f"{tenth[0]:.0%}", f"{tenth[-1]:.0%}") == (68, "14%", "23%")

@@ -229,7 +229,7 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
 
 
 def test_the_figures_of_traced_steps_are_those_of_the_stored_rows() -> None:
-    """What vLLM's page says of layers at 4,096 and 8,192 tokens, and of the time between tokens."""
+    """What vLLM's page says of layers, of steps and of the time between tokens."""
     text = " ".join((ROOT / "bench/results/vllm.md").read_text().split())
     rows = {(r["tokens"], r["method"]): r["means"]["layer"] for r in stored_rows("nvidia-h200-x4", "vllm_timeline")}
     (stock, weft), (shorter, sharded) = (tuple(rows[tokens, m] for m in ("stock", "weft")) for tokens in (8192, 4096))
@@ -239,6 +239,23 @@ def test_the_figures_of_traced_steps_are_those_of_the_stored_rows() -> None:
     share = 1 - sharded["communication_us"] / shorter["communication_us"]
     assert f"hides {share:.0%} of the communication" in text
     assert f"take {sharded['compute_us'] / shorter['compute_us'] - 1:.0%} longer" in text
+    steps = {(r["tokens"], r["method"]): r["by_step"] for r in stored_rows("nvidia-h200-x4", "vllm_timeline")}
+    engines = ("stock", "weft", "stock again")
+    (weft_first, weft_later), (again_first, again_later) = (
+        (compute[0], statistics.mean(compute[1:])) for compute in (steps[8192, m]["compute_us"] for m in engines[1:])
+    )
+    assert (
+        f"took {weft_first:,.0f} us a layer, as long as stock's in later steps, and {weft_later:,.0f} us later" in text
+    )
+    slower = weft_later / weft_first - 1, again_later / again_first - 1
+    assert f"(+{slower[0]:.0%}; stock again {again_first:,.0f} and {again_later:,.0f} us, +{slower[1]:.0%})" in text
+    idle_gpu, *later = steps[8192, "weft"]["first_gemm_us"]
+    assert f"took {idle_gpu:.0f} us in the first step, and {statistics.median(later):.0f} us later" in text
+    waits = (statistics.median(steps[64, m]["first_sum_us"][1:]) for m in engines)
+    assert "takes {:.0f}, {:.0f} and {:.0f} us in the median".format(*waits) in text
+    before, after = ([steps[24, m]["layer_us"][i] for m in engines] for i in (0, -1))
+    assert "takes {:.0f}, {:.0f} and {:.0f} us (stock, weft".format(*before) in text
+    assert "later {:.0f}, {:.0f} and {:.0f} us".format(*after) in text
     rows_of_mixes = [r for r in stored_rows("nvidia-h200-x4", "vllm_serving") if r["model"] == "Llama-70B"]
     served = {(r["mix"], r["method"]): r["latency"] for r in rows_of_mixes}
     papers, decode = (
@@ -250,7 +267,10 @@ def test_the_figures_of_traced_steps_are_those_of_the_stored_rows() -> None:
         for mix in ("papers", "decode")
     )
     assert "take {:.2f} ms (stock {:.2f}, stock again {:.2f})".format(*papers) in text
-    assert '"decode" {:.2f} ({:.2f}, {:.2f})'.format(*decode) in text
+    assert 'those of "decode" take {:.2f} ({:.2f}, {:.2f})'.format(*decode) in text
+    stock_ms, weft_ms = (served["papers", "weft"][m]["first_token_ms"][0] for m in ("stock", "weft"))
+    slower_decode = papers[0] / papers[1] - 1
+    assert f"First tokens come {stock_ms / weft_ms:.2f}x as fast, decodes are {slower_decode:.0%} slower" in text
 
 
 def test_errors_against_float32_are_those_of_the_stored_rows() -> None:
