@@ -237,7 +237,8 @@ def test_a_range_is_divided_among_forms_that_can_win(monkeypatch: pytest.MonkeyP
     world: Any = SimpleNamespace(device="cpu", backend=backend, exchange=lambda times, title: [times])
     stubs = dict(stack=SimpleNamespace(), serve=lambda ranges: None, put=lambda kind=None: None, graphs=None)
     stubs["warm_up"] = stubs["capture"] = lambda tokens, one_pass: one_pass()
-    stubs["prepare_capture"] = lambda one_pass: one_pass()
+    prepared = list[Callable[[], object]]()
+    stubs["prepare_capture"] = prepared.append
     passes: Any = SimpleNamespace(world=world, captured=(512,), max_tokens=8192, **stubs)
     with torch.device("meta"):  # the tokens are made on the host for any default device
         ranges = compare.compare(passes, PASS_FORMS, lambda tokens: None, 32).ranges
@@ -246,6 +247,8 @@ def test_a_range_is_divided_among_forms_that_can_win(monkeypatch: pytest.MonkeyP
         (2049, 3072, None), (3073, 4096, FUSED), (4097, 8064, FUSED), (8065, 8192, WOVEN),
     ]  # fmt: skip
     assert all(compared.high in Passes.known_sizes(passes) for compared in ranges)
+    in_graphs = sum(way != VLLM for tokens, ways in timed.items() if tokens <= 512 for way in ways)
+    assert len(prepared) >= in_graphs > 0, "before its capture, a whole pass is prepared"
     rows = {Sequential(), OwnRows(), SHARDED, FUSED}
     assert timed[8065] == {VLLM: 2, SHARDED: 6, FUSED: 6, WOVEN: 6}
     assert {tokens: set(ways) - {VLLM} for tokens, ways in timed.items() if tokens > 512} == {

@@ -226,9 +226,9 @@ class Passes:
             self.prepare_capture(one_pass)
 
     def prepare_capture(self, one_pass: Callable[[], object]) -> None:
-        """Run a pass until weft has prepared its plans for graphs. This takes one pass on a side stream, such as the
-        stream of vLLM's workers on GPUs, and two passes on the default stream, or if memory that calls share grows
-        during the first pass, which drops what weft has prepared. The call is collective."""
+        """Run a pass before its capture. On a side stream, such as the stream of vLLM's workers on GPUs, weft prepares
+        plans for graphs in the first pass, and on the default stream in the second. The pass is also repeated if memory
+        that calls share grew during it on any rank, because weft then drops prepared calls. The call is collective."""
         before = self.world.drops
         one_pass()
         again = self.world.drops > before or not self.world.backend.on_side_stream()
