@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs vLLM 0.26 (torch 2.11) on a GPU machine without a network, in parts of at most 64 MiB, and runs weft's plugin in it:
+# Installs vLLM 0.26 (torch 2.11) on a GPU machine without a network, in parts of 40 MiB, and runs weft's plugin in it:
 #   gpu/vllm.sh pack              with a network: pack vLLM, flashinfer and the other packages that the GPU machine lacks into
 #                                 .venv-vllm-parts/{0,1,..}/
 #   gpu/vllm.sh carry N [last]    on the GPU machine, once for each part, call by call: keep part N, and unpack all parts into $AT after
@@ -53,7 +53,7 @@ pack() {
   rm -r "$there/wheels"
   rm -rf "$there"/vllm/third_party/deep_gemm "$there"/vllm/vllm-rs*
   find "$there" \( -name '_vllm_fa2_C*' -o -name '_flashmla*' -o -name '_qutlass*' -o -name '_deep_gemm*' \) -delete
-  (cd "$there" && tar c .) | xz -6 -T0 | split -b 50M -d -a 1 - "$parts/part"
+  (cd "$there" && tar c .) | xz -6 -T0 | split -b 40M -d -a 1 - "$parts/part"
   for each in "$parts"/part?; do mkdir "$parts/${each#"$parts/part"}" && mv "$each" "$parts/${each#"$parts/part"}/part"; done
   du -sm "$parts"/*
 }

@@ -54,9 +54,12 @@ def events_on_gpu(call: Callable[[], object]) -> list[torch.autograd.profiler_ut
     return [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
 
 
-def _us(work: Callable[[], object], ahead: bool) -> float:
-    """Return the us that `work` takes on the GPU. ahead: without the host's time (`behind_host`)."""
+def _us(work: Callable[[], object], ahead: bool, lead: Callable[[], object] | None) -> float:
+    """Return the us that `work` takes on the GPU. ahead: without the host's time (`behind_host`). lead: a call before the
+    events, in which ranks that leave the rendezvous early wait for the others."""
     _rendezvous()
+    if lead is not None:
+        lead()
     events = behind_host(work, lambda: dist.all_reduce(torch.empty(1, device="cuda"))) if ahead else span(work)
     torch.cuda.synchronize()
     return length(events)
@@ -66,7 +69,7 @@ def time_interleaved(
     fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
 ) -> dict[str, float]:
     """Return the us that a call of each function takes, `calls` at once in each round (`interleaved`): the median over rounds,
-    then the slowest rank."""
+    then the slowest rank. Several eager calls at once follow one that is not timed."""
     if mode == "graph":
         graphs = {name: capture(fn, calls) for name, fn in fns.items()}
         work: dict[str, Callable[[], None]] = {name: g.replay for name, g in graphs.items()}
@@ -74,7 +77,8 @@ def time_interleaved(
         work = {name: repeated(fn, calls) for name, fn in fns.items()}
         for run in work.values():
             run()
-    samples = interleaved(list(work), lambda name: _us(work[name], mode == "graph") / calls, rounds)
+    leads = fns if mode == "eager" and calls > 1 else {}
+    samples = interleaved(list(work), lambda name: _us(work[name], mode == "graph", leads.get(name)) / calls, rounds)
     _rendezvous()
     medians = _slowest([statistics.median(samples[name]) for name in fns])
     return dict(zip(fns, medians, strict=True))
