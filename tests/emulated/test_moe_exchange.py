@@ -477,7 +477,7 @@ def launching(ranks: int, h: int, experts: int, k: int, layout: str) -> Callable
 
 
 WAITING = {
-    "place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "count_routes": "tl.load(ids",
+    "place_rows": "tl.load(inbox", "combine_rows": "tl.load(routed.y +", "sum_ranks": "tl.load(outbox", "count_routes": "tl.load(ids",
 }  # fmt: skip
 
 

@@ -98,7 +98,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 def awaited(step: Any) -> bool:
     """Return whether the step loads data that other programs or ranks write."""
-    return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(y +", "tl.load(outbox"))
+    return any(text in step.source for text in ("tl.load(pointers + k", "tl.load(routed.y +", "tl.load(outbox"))
 
 
 @pytest.mark.gate

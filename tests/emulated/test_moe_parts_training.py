@@ -143,7 +143,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     return main
 
 
-AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(pointers + k"}  # fmt: skip
+AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(routed.y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(pointers + k"}  # fmt: skip
 
 
 @pytest.mark.gate

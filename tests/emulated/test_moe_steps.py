@@ -194,7 +194,7 @@ def awaited(name: str) -> Callable[[Any], bool]:
     """Return a predicate for steps that load data written by other programs or ranks."""
     text = {
         "grouped_gemm_in": "tl.load(pointers + k",
-        "combine_rows": "tl.load(y +",
+        "combine_rows": "tl.load(routed.y +",
         "sum_ranks": "tl.load(outbox",
     }.get(name)
     return lambda step: text is not None and text in step.source
@@ -219,7 +219,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         )
         assert ptx.broken_rules(k.ptx, waits) == [] and ptx.signals_not_by_thread_zero(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "a proxy fence must name global memory"
-    assert len(kernels) == 5 + 3, "the layer's kernels and the routes' kernels"
+    assert len(kernels) == 6 + 3, "the layer's kernels and the routes' kernels"
     tiles_come_as_planned(kernels, plan)
     for small, large in (("dispatch_rows", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
         pair = kernels[small], kernels[large]

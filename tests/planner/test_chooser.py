@@ -480,10 +480,12 @@ def test_an_moe_layer_is_timed_with_max_tokens_per_rank(monkeypatch: pytest.Monk
         (97, 2),
         (192, 2),
         (193, 0),
-        (1 << 14, 0),
+        (255, 0),
+        (256, 2),
+        (1 << 14, 2),
     ],
 )
-def test_an_moe_layer_far_from_where_plans_change_is_not_timed(tokens: int, plans: int) -> None:
+def test_an_moe_layer_is_timed_where_plans_come_close(tokens: int, plans: int) -> None:
     """The number of rows of each expert equals the number of tokens."""
     layer = Layer(tokens, 8, 4, 64, 64, torch.bfloat16, "swiglu", None)
     assert len(MOE.candidates(SimpleNamespace(size=2), MoeCall(tokens, None, layer))) == plans  # type: ignore[arg-type]

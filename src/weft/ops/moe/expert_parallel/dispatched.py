@@ -1,6 +1,6 @@
 """The launches that run an MoE layer's experts (kernels.py): their arguments, streams and waits.
 
-    side stream  start -> dispatch |                         | combine (with GEMM 2)  |
+    side stream  start -> dispatch | tables -> local_first  | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
 Programs of the side stream share the SMs with a GEMM's programs, and one of the two launches waits for the other. One
@@ -43,10 +43,12 @@ from .kernels import (
     dispatch_rows,
     grouped_gemm_in,
     grouped_gemm_out,
+    local_first,
     sum_ranks,
 )
 
-# The number of registers per thread in a side-stream program. The GEMM on the same SM uses the remaining registers.
+# The number of registers for each of the 32 * side_warps threads of a side-stream program. The GEMM on the same SM uses
+# the remaining registers.
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
 ELEMENTS_PER_THREAD = 32  # the number of elements that such a thread holds in registers at once
 SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of all programs on an SM, without the reserved part
@@ -115,13 +117,14 @@ class DispatchedState:
         """Return the number of programs of a GEMM."""
         return world.sm_count * self.plan.per_sm
 
-    def side_launch(self, world: World, kernel: JITFunction, is_dispatch: bool, **sizes: int) -> Launch:
+    def side_launch(self, world: World, kernel: JITFunction, is_dispatch: bool, split: int = 1, **sizes: int) -> Launch:
         """Return the launch of a side-stream kernel that moves rows of H elements. is_dispatch: whether the rows are
-        tokens; if not, they are sums."""
+        tokens; if not, they are sums. split: the factor by which a program has more warps than side_warps, with fewer
+        registers each."""
         layer, programs, registers, ch = self.layer, self.combine_programs, COMBINE_REGISTERS, self.combine_flags
         if is_dispatch:
             programs, registers, ch = self.dispatch_programs, DISPATCH_REGISTERS, self.dispatch_flags
-        options = dict(num_warps=self.plan.side_warps, maxnreg=registers, co_resident=True)
+        options = dict(num_warps=split * self.plan.side_warps, maxnreg=registers // split, co_resident=True)
         sizes |= dict(max_tokens=layer.max_tokens_per_rank, H=layer.hidden, PROGRAMS=programs)
         return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)
 
@@ -396,16 +399,18 @@ def combine_launch(
     moving: dict[str, Moved] = dict(
         routed=rows, targets=targets, counters=counters, outboxes=workspace.outbox.addresses, epoch=workspace.epoch
     )
-    return BoundLaunch(_combine_launch(world, state, workspace.half_size), moving)
+    # Programs that load four rows together need half the registers, so that twice as many warps hide their latency.
+    split = 1 if rows.counts is None else 2
+    return BoundLaunch(_combine_launch(world, state, workspace.half_size, split), moving)
 
 
 @prepared
-def _combine_launch(world: World, state: DispatchedState, half_size: int) -> Launch:
+def _combine_launch(world: World, state: DispatchedState, half_size: int, split: int) -> Launch:
     layer, plan = state.layer, state.plan
     block = 32 * plan.side_warps * ELEMENTS_PER_THREAD
     cols = min(power(layer.hidden), block)
     sizes = dict(COLS=cols, K=layer.k, ROWS=min(plan.sum_rows, block // cols))
-    return state.side_launch(world, combine_rows, False, half_size=half_size, **sizes)
+    return state.side_launch(world, combine_rows, False, split, half_size=half_size, **sizes)
 
 
 def final_sum_launch(
@@ -530,14 +535,13 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         rank whose experts received more than `layer_rows` rows, and on the ranks of these rows' tokens.
     """
     layer, state, block_m = call.layer, plan_state(world, call.layer, plan), plan.tile.block_m
-    space = make_workspace(world, layer, state.rows)
+    space, holder = make_workspace(world, layer, state.rows), lock(world, NAME)
     builder, tables, counters = tables_of(world, layer, block_m)
-    routes, saved = builder.routes, call.saved_shapes(world, block_m)
-    weights_all, holder = routes.shared_weights.local, lock(world, NAME)
-    share, send = route_tables.share_launch(world, routes), _dispatch_launch(world, state)
+    weights_all, saved = builder.routes.shared_weights.local, call.saved_shapes(world, block_m)
+    share, send = route_tables.share_launch(world, builder.routes), _dispatch_launch(world, state)
     gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0, len(saved) > 1)
     gemm_out = _grouped_gemm(world, state, layer.inner, layer.hidden, False, False)
-    rows = RoutedRows(space.y, tables.route_rows, weights_all)
+    order, rows = ordered_routes(world, layer, block_m, state.rows)
     combine, combined = combine_launch(world, state, rows, tables.targets, counters, space)
     final_sum = _final_sum_launch(world, state, 0, None)
     pairs = send, gemm_in, combine, gemm_out, final_sum  # the launches whose programs share an SM
@@ -568,6 +572,9 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         send(side, **sent)
         builder.count_launch(stream, weights=weights_all, sources=tables.sources)
         builder.place_launch(stream, tables=tables)
+        if order is not None:
+            world.wait_event(side, world.record(stream))
+            order(side)
         gemm_in(stream, **in_moving)
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
@@ -586,6 +593,22 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         return received, *kept
 
     return run
+
+
+@prepared
+def ordered_routes(world: World, layer: Layer, block_m: int, rows: int) -> tuple[Launch | None, RoutedRows]:
+    """Return the launch that moves each token's local routes to the front (`local_first`), and the rows of y [rows, H]
+    with its result. A single rank has all experts and needs no launch. The first call is collective."""
+    builder, tables, _ = tables_of(world, layer, block_m)
+    weights, y = builder.routes.shared_weights.local, make_workspace(world, layer, rows).y
+    if world.size == 1:
+        return None, RoutedRows(y, tables.route_rows, weights)
+    shape, k, empty = tuple(weights.shape), layer.k, world.empty
+    routed = RoutedRows(y, empty(shape, torch.int32), empty(shape, torch.float32), empty(shape[:2], torch.int32))
+    tokens, block = math.prod(shape[:2]), world.backend.scale.routes // power(k)
+    fixed = dict(route_rows=tables.route_rows, weights=weights, routed=routed, tokens=tokens)
+    programs, options = min(-(-tokens // block), world.sm_count), dict(num_warps=4, local=True)
+    return Launch(world, local_first, programs, options, **fixed, K=k, KP=power(k), BLOCK=block), routed
 
 
 @prepared

@@ -53,6 +53,7 @@ from ..routing.kernels import LeftOut, clear_sources, count_block, place_units, 
 from ..routing.route_tables import Tables
 from .kernels import (
     ROW_OF_TILES,
+    RoutedRows,
     add_bias,
     count_tiles,
     gathered_tile,
@@ -363,9 +364,7 @@ def send_step_sums(memory, ch, source_step, max_tokens, s):
     rank = (me - source_step + W) % W
     dst = address_of(memory.outboxes, rank, memory.y.dtype.element_ty) + (me * max_tokens).to(tl.int64) * s.H
     send_sums(
-        memory.y,
-        memory.route_rows,
-        memory.weights,
+        RoutedRows(memory.y, memory.route_rows, memory.weights, None),
         dst,
         rank,
         max_tokens,
@@ -398,19 +397,12 @@ def sum_own_tokens(ids, shared, out, memory, ch, T, max_tokens, s):
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
     me = rank_of(ch)
     for block in range(tl.program_id(0), tl.cdiv(T, s.SUM_ROWS) * PARTS, tl.num_programs(0)):
-        t = block // PARTS * s.SUM_ROWS + tl.arange(0, s.SUM_ROWS)
+        first_token = block // PARTS * s.SUM_ROWS
+        t = first_token + tl.arange(0, s.SUM_ROWS)
         cols = block % PARTS * s.COLS + tl.arange(0, s.COLS)[None, :]
+        routed = RoutedRows(memory.y, memory.route_rows, memory.weights, None)
         own_sum, _ = weighted_sum(
-            memory.y,
-            memory.route_rows,
-            memory.weights,
-            (me * max_tokens + t) * s.K,
-            t < T,
-            cols,
-            s.H,
-            s.K,
-            s.SUM_ROWS,
-            s.COLS,
+            routed, me * max_tokens + first_token, T - first_token, cols, s.H, s.K, s.SUM_ROWS, s.COLS
         )
         acc = sum_of_ranks(
             memory.outbox,

@@ -8,12 +8,13 @@ there, and weighted sums are sent back.
                       the ranks whose rows it needs
     grouped_gemm_out  multiplies by w2, with the tiles in reverse order, so that the tiles for which other ranks wait
                       are finished first. It counts finished tiles by source step
+    local_first       moves each token's routes to this rank's experts before its other routes
     combine_rows      sums the weighted rows of another rank's tokens into the outbox of that rank once their tiles are
                       finished, beginning with the farthest rank
     sum_ranks         on the token's rank, adds this rank's own rows and the sums that the other ranks sent
 
-    side stream   | dispatch_rows                     |         | combine_rows                   |
-    main stream   | tables        | grouped_gemm_in   | grouped_gemm_out           |               | sum_ranks
+    side stream   | dispatch_rows         | local_first |         | combine_rows               |
+    main stream   | tables        | grouped_gemm_in     | grouped_gemm_out           |           | sum_ranks
 
 Source step j contains the rows from rank me - j. The j-th destination of a rank is me + j, so the rows arrive roughly
 in the order of the source steps. The table of tiles (int32 [.., 4]: first row, expert, first and last source step) is
@@ -75,11 +76,15 @@ class GatheredSizes(NamedTuple):
 
 class RoutedRows(NamedTuple):
     """The rows y [rows, H] of all tokens' routes. For each route [W, max_tokens, K] there are also the int32 index of
-    its row of y (-1 for none, -2 for a row that was left out) and its float32 weight."""
+    its row of y (-1 for none, -2 for a row that was left out) and its float32 weight.
+
+    counts int32 [W, max_tokens]: the number of each token's routes to this rank's experts, which then come before its
+    other routes (`local_first`). None: all routes are in the order of the slots."""
 
     y: torch.Tensor
     route_rows: torch.Tensor
     weights: torch.Tensor
+    counts: torch.Tensor | None = None
 
 
 class RankSumSizes(NamedTuple):
@@ -357,42 +362,80 @@ def grouped_gemm_out(
 
 
 @jit
-def weighted_sum(
-    y,
-    route_rows,
-    weights,
-    route,
-    valid,
-    cols,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Return two tensors: fp32 [ROWS, COLS], the weighted sum over each token's routes that have a row of y; and int32
-    [ROWS], the number of its routes that have a row here or were left out, because the token's rank expects a sum in
-    both cases.
+def local_first(route_rows, weights, routed, tokens, K: tl.constexpr, KP: tl.constexpr, BLOCK: tl.constexpr):
+    """Fill the tables of `routed` (`RoutedRows`) with the counts: from route_rows and weights [tokens, K], each token's
+    routes to this rank's experts before its other routes, both in the order of the slots. KP: K rounded up to a power
+    of two."""
+    for block in range(tl.program_id(0), tl.cdiv(tokens, BLOCK), tl.num_programs(0)):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        slot = tl.arange(0, KP)[None, :]
+        mask = (token < tokens)[:, None] & (slot < K)
+        route = token[:, None] * K
+        row = tl.load(route_rows + route + slot, mask=mask, other=-1)
+        weight = tl.load(weights + route + slot, mask=mask, other=0.0)
+        is_local = (row != -1).to(tl.int32)
+        local_until = tl.cumsum(is_local, 1)
+        count = tl.sum(is_local, 1)
+        new_slot = tl.where(row != -1, local_until - 1, count[:, None] + slot - local_until)
+        tl.store(routed.route_rows + route + new_slot, row, mask=mask)
+        tl.store(routed.weights + route + new_slot, weight, mask=mask)
+        tl.store(routed.counts + token, count, mask=token < tokens)
 
-    cols: the columns. The K routes of each token, where `valid`, begin at `route`. All further arguments are as in
-    `combine_rows`.
-    """
-    acc = tl.zeros((ROWS, COLS), tl.float32)
-    local_routes = tl.zeros((ROWS,), tl.int32)
-    for i in tl.static_range(K):
-        row = tl.load(route_rows + route + i, mask=valid, other=-1)
-        weight = tl.load(weights + route + i, mask=row >= 0, other=0.0)
+
+@jit
+def add_routes(
+    acc, routed, tokens, valid, slot, cols, H: tl.constexpr, K: tl.constexpr, TOGETHER: tl.constexpr
+):  # fmt: skip
+    """Return acc plus the weighted rows of TOGETHER routes of each of the `tokens`, where `valid`, from slot `slot` on;
+    and int32 [ROWS], how many of these routes have a row here or were left out. All further arguments are as in
+    `weighted_sum`."""
+    local_routes = tl.zeros_like(tokens)
+    for i in tl.static_range(TOGETHER):
+        route = tokens * K + slot + i
+        is_route = valid & (slot + i < K)
+        row = tl.load(routed.route_rows + route, mask=is_route, other=-1)
+        weight = tl.load(routed.weights + route, mask=is_route, other=0.0)
         mask = (row >= 0)[:, None] & (cols < H)
-        part = tl.load(y + row.to(tl.int64)[:, None] * H + cols, mask=mask, other=0.0)
+        part = tl.load(routed.y + row.to(tl.int64)[:, None] * H + cols, mask=mask, other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
         local_routes += (row != -1).to(tl.int32)
     return acc, local_routes
 
 
 @jit
+def weighted_sum(
+    routed, first_token, tokens_left, cols, H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """Return two tensors: fp32 [ROWS, COLS], the weighted sum over the routes of the tokens from `first_token` on that
+    have a row of y; and int32 [ROWS], 0 for a token without a route that has a row here or was left out, because the
+    token's rank expects a sum in both cases.
+
+    routed: `RoutedRows`. tokens_left: the number of tokens from `first_token` on. cols: the columns. All further
+    arguments are as in `combine_rows`.
+
+    Without counts, the rows of all K routes of a token are loaded together. On W ranks only K / W of them exist on
+    average, and loads of the others occupy registers and issue slots too. With counts, therefore, a loop adds four
+    routes at a time until the last local route of these tokens. In a layer of Qwen3-30B with 8,192 tokens on each of 4
+    H200s, `combine_rows` then ended 2 us after the GEMM instead of 90 us (2026-11).
+    """
+    TOGETHER: tl.constexpr = K if routed.counts is None else min(K, 4)
+    tokens = first_token + tl.arange(0, ROWS)
+    valid = tl.arange(0, ROWS) < tokens_left
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    acc, local_routes = add_routes(acc, routed, tokens, valid, 0, cols, H, K, TOGETHER)
+    if routed.counts is not None:
+        most_routes = 0
+        for i in tl.static_range(ROWS):
+            count = tl.load(routed.counts + first_token + i, mask=i < tokens_left, other=0)
+            most_routes = tl.maximum(most_routes, count)
+        for slot in range(TOGETHER, most_routes, TOGETHER):
+            acc, _ = add_routes(acc, routed, tokens, valid, slot, cols, H, K, TOGETHER)
+    return acc, local_routes
+
+
+@jit
 def send_sums(
-    y,
-    route_rows,
-    weights,
+    routed,
     dst,
     rank,
     max_tokens,
@@ -409,10 +452,11 @@ def send_sums(
     `combine_rows`."""
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     for block in range(program, tl.cdiv(max_tokens, ROWS) * PARTS, PROGRAMS):
-        t = block // PARTS * ROWS + tl.arange(0, ROWS)
+        first_token = block // PARTS * ROWS
+        t = first_token + tl.arange(0, ROWS)
         cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
         acc, local_routes = weighted_sum(
-            y, route_rows, weights, (rank * max_tokens + t) * K, t < max_tokens, cols, H, K, ROWS, COLS
+            routed, rank * max_tokens + first_token, max_tokens - first_token, cols, H, K, ROWS, COLS
         )
         tl.store(dst + t.to(tl.int64)[:, None] * H + cols, acc.to(DTYPE), mask=(local_routes > 0)[:, None] & (cols < H))
 
@@ -443,9 +487,7 @@ def combine_rows(
         )
         dst = address_of(outboxes, rank, DTYPE) + offset
         send_sums(
-            routed.y,
-            routed.route_rows,
-            routed.weights,
+            routed,
             dst,
             rank,
             max_tokens,
@@ -528,11 +570,11 @@ def sum_ranks(
         same_call(calls, number)
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
     for block in range(tl.program_id(0), tl.cdiv(T, s.ROWS) * PARTS, tl.num_programs(0)):
-        t = block // PARTS * s.ROWS + tl.arange(0, s.ROWS)
+        first_token = block // PARTS * s.ROWS
+        t = first_token + tl.arange(0, s.ROWS)
         cols = block % PARTS * s.COLS + tl.arange(0, s.COLS)[None, :]
-        route = (me * max_tokens + t) * s.K
         own_sum, _ = weighted_sum(
-            routed.y, routed.route_rows, routed.weights, route, t < T, cols, s.H, s.K, s.ROWS, s.COLS
+            routed, me * max_tokens + first_token, T - first_token, cols, s.H, s.K, s.ROWS, s.COLS
         )
         acc = sum_of_ranks(
             outbox, ids, t, T, max_tokens, cols, own_sum, me, W, s.H, s.K, KP, s.EL, s.TP_SIZE, s.ROWS, s.COLS
