@@ -77,7 +77,8 @@ def rows(machine: str, results: Path = RESULTS) -> list[Row]:
             text = r["plan"] or default_plans.get(r["method"])
             if text and (plan := plan_of(r["op"], text)):
                 call = TimedCall(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
-                out.append(Row("benchmark", r["world"], call, r["gemm_us"], r["comm_us"], r.get("date", "")))
+                date = r.get("date", "")
+                out.append(Row(f"benchmark {date}", r["world"], call, r["gemm_us"], r["comm_us"], date))
     return out
 
 

@@ -149,17 +149,24 @@ def beside_peers(results: Path) -> str:
     return grid(["GPUs", LAYER, *PEERS, "weft", "ratio", "commit"], rows) if rows else NOT_MEASURED
 
 
+LATE = {"library": "libraries", "auto": "weft", "all-reduce": "all-reduce alone"}
+LATE_TEXT = """A different rank is late in each call. Times are from the common beginning of the other ranks to the end on the last rank, in CUDA graphs.
+A layer is the libraries' time without a delay. The late rank sleeps for a number of its GPU's cycles, so its us vary with the clock.
+The last column is NCCL's all-reduce of a rank's rows.
+"""
+
+
 def stragglers(results: Path) -> str:
     """Return the table of layers in which one rank begins late: the median and the 95th percentile of the time until
     the last rank ends."""
-    newest: dict[tuple, dict[str, str]] = {}
+    newest: dict[tuple[str, ...], dict[str, str]] = {}
     for machine, lines in by_machine(results, "moe_stragglers.jsonl").items():
         for r in lines:
-            layer = machine, r["name"], str(r["delay"]), f"{r['delay_us']:.0f}"
+            layer = machine, layer_of(r["name"]), f"{r['delay']:g}", f"{r['delay_us']:.0f}"
             newest.setdefault(layer, {})[r["method"]] = f"{r['us']:.0f} / {r['p95_us']:.0f}"
-    methods = list(dict.fromkeys(method for cells in newest.values() for method in cells))
-    rows = [[*layer, *(cells.get(method, "") for method in methods)] for layer, cells in newest.items()]
-    return grid(["GPUs", "layer", "late by, layers", "us", *methods], rows) if rows else NOT_MEASURED
+    rows = [[*layer, *(cells.get(method, "") for method in LATE)] for layer, cells in newest.items()]
+    head = ["GPUs", LAYER, "late by, layers", "late by, us", *LATE.values()]
+    return f"{LATE_TEXT}\n{grid(head, rows)}" if rows else NOT_MEASURED
 
 
 UNGATED = "-ungated-"

@@ -9,6 +9,7 @@ from typing import Any
 from bench.common import shapes
 from bench.measure import run
 from bench.pages.drawn_page import TITLE, drawn
+from bench.pages.report import HASH
 from weft.planner.predict import Predictor
 from weft.planner.profile import shipped
 from weft.plans import Plan, Sequential
@@ -17,13 +18,22 @@ STORED = Path(__file__).parents[2] / "bench/results/nvidia-h200-x4/drawn.jsonl"
 ROWS = [json.loads(line) for line in STORED.read_text().splitlines()]
 
 
-def runs_of(*commits: str) -> dict[tuple[str, int, int, int], dict[str, dict[str, Any]]]:
-    """Return the rows of graphs by method, for each op and size that these commits ran."""
+def runs_of(*commits: str, mode: str = "graph") -> dict[tuple[str, int, int, int], dict[str, dict[str, Any]]]:
+    """Return the rows of a mode by method, for each op and size that these commits ran."""
     runs: dict[tuple[str, int, int, int], dict[str, dict[str, Any]]] = {}
     for row in ROWS:
-        if row["mode"] == "graph" and row["commit"] in commits:
+        if row["mode"] == mode and row["commit"][:HASH] in commits:
             runs.setdefault((row["op"], row["M"], row["N"], row["K"]), {})[row["method"]] = row
     return runs
+
+
+def ratios_of(commit: str, mode: str = "graph") -> list[float]:
+    """Return how many times as fast as the fastest library "auto" was, for each op and size that a commit ran."""
+    ratios = []
+    for methods in runs_of(commit, mode=mode).values():
+        us = {method: row["us"] for method, row in methods.items()}
+        ratios.append(min(time for method, time in us.items() if method != "auto") / us["auto"])
+    return ratios
 
 
 def rows_of(m: int, us: dict[str, float], date: str = "2026-01-01", commit: str = "aaaa") -> list[dict[str, Any]]:
@@ -38,7 +48,7 @@ def test_auto_is_compared_with_nccl_and_with_the_best_library_of_the_newest_run(
     line = "| 1 | all-gather + GEMM | graph | **2.00x** | 1.34x | 0.90x | 1 of 2 | `aaaa`, `bbbb` |"
     text = drawn(rows)
     assert line in text
-    assert text.endswith("Below 0.98x of the best library: all-gather + GEMM 128x8x16 (graph) 0.90x, 100 us.")
+    assert text.endswith("Seed 1, below 0.98x of the best library: all-gather + GEMM 128x8x16 (graph) 0.90x, 100 us.")
 
 
 def test_the_stored_sizes_are_those_of_their_seeds() -> None:
@@ -50,14 +60,18 @@ def test_the_stored_sizes_are_those_of_their_seeds() -> None:
 
 def test_the_title_states_the_graphs_of_the_later_seed() -> None:
     """Before the planner was changed for three of them."""
-    ratios = []
-    for methods in runs_of("91898b0e").values():
-        us = {method: row["us"] for method, row in methods.items()}
-        ratios.append(min(time for method, time in us.items() if method != "auto") / us["auto"])
+    ratios = ratios_of("91898b0e")
     below = sorted(ratio for ratio in ratios if ratio < 0.98)
     text = " ".join(TITLE.split())
     assert f"{len(ratios) - len(below)} of its {len(ratios)} graphs" in text
     assert "the others {:.2f}x, {:.2f}x and {:.2f}x".format(*below) in text
+
+
+def test_the_title_states_the_graphs_and_eager_calls_of_the_seed_after_the_last_change() -> None:
+    graphs, eager = (ratios_of("9b7f3d99", mode) for mode in ("graph", "eager"))
+    reached = [(sum(ratio >= 0.98 for ratio in ratios), len(ratios)) for ratios in (graphs, eager)]
+    text = " ".join(TITLE.split())
+    assert "{} of its {} graphs and {} of its {} eager calls reached 0.98x".format(*reached[0], *reached[1]) in text
 
 
 def test_a_tenth_of_long_calls_take_longer_than_predicted_by_what_rivals_states() -> None:

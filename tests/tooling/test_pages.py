@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 import weft
+from bench.common import stored as calls_of
 from bench.pages import hardware_page, layer_picture, pages, report, table, ways
 from bench.pages.vllm_page import with_second_stock
 from weft.planner.table import DECODER, KEY, stored
@@ -45,6 +46,37 @@ def test_a_table_is_made_beside_rows_of_other_benchmarks() -> None:
     """The same folder contains rows without an op, such as those of batch-invariant layers."""
     rows = json.loads(table.table_of("nvidia-h100")[0])
     assert rows and all(row["confirmed"] for row in rows)
+
+
+def test_the_benchmark_confirms_an_equal_plan_whose_text_differs(tmp_path: Path, monkeypatch) -> None:
+    """The tuning run stored a field that the plan no longer has."""
+    plan = {"kind": "fused", "class": "FusedReduceScatter"}
+    fixed = dict(op="matmul_reduce_scatter", name="MLP-1", world=4, M=8192, N=4096, K=2752, mode="graph")
+    times = {json.dumps(plan | {"batch": 1}): 100.0, table.SEQUENTIAL: 200.0}
+    calls = [dict(fixed, method="sequential", us=150.0, plan=None)]
+    calls += [dict(fixed, method="auto", us=100.0, plan=json.dumps(plan))]
+    (tmp_path / "bench/results/a-x4/tuning").mkdir(parents=True)
+    (tmp_path / "bench/results/a-x4/tuning/x4-1.jsonl").write_text(json.dumps(dict(fixed, times=times)) + "\n")
+    (tmp_path / "bench/results/a-x4/matmul_reduce_scatter.jsonl").write_text("\n".join(map(json.dumps, calls)))
+    monkeypatch.setattr(table, "ROOT", tmp_path)
+    (row,) = json.loads(table.table_of("a")[0])
+    assert row["confirmed"] and row["speedup"] == 1.5
+
+
+def test_calls_of_different_runs_of_the_benchmark_are_separate(tmp_path: Path) -> None:
+    """Only calls of one run were interleaved."""
+    row = dict(
+        op="matmul_all_reduce", method="sequential", world=4, M=8, N=8, K=8, mode="graph", plan=None, gemm_us=1.0
+    )
+    (tmp_path / "a-x4").mkdir()
+    lines = [
+        json.dumps(dict(row, comm_us=1.0, us=us, date=date)) for us, date in ((3.0, "2026-01-01"), (4.0, "2026-01-02"))
+    ]
+    (tmp_path / "a-x4/matmul_all_reduce.jsonl").write_text("\n".join(lines))
+    assert {r.run: r.call.us for r in calls_of.rows("a-x4", tmp_path)} == {
+        "benchmark 2026-01-01": 3.0,
+        "benchmark 2026-01-02": 4.0,
+    }
 
 
 def test_the_page_counts_many_failed_checks_of_one_kind() -> None:
