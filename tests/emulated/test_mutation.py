@@ -924,6 +924,12 @@ EQUIVALENT = [
         GRADIENTS, "drop wait_event", "# as in `dispatched.prepare_dispatched`", "as the next entry, of which this is the backward pass",
     ),
     Equivalent(
+        (*GRADIENTS, "moe dispatched", "moe dispatched, two streams", AROUND), "drop wait_event",
+        "world.wait_event(side, first_gemm_done)",
+        "it keeps combine's programs off the SMs of the first GEMM; they wait for tiles of the second GEMM, which the stream orders behind "
+        "the first, or have no rows of a rank, which then writes nothing that this rank still reads",
+    ),
+    Equivalent(
         (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
         "world.wait_event(stream, world.record(side))",
         "here the next call begins with a share of routes, which waits for all ranks to be in it, each behind its last sums: these have "
