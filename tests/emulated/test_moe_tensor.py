@@ -242,7 +242,11 @@ def held(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype)
 
 
-AWAITED = {"grouped_gemm_in": "tl.load(pointers + k", "combine_rows": "tl.load(routed.y +", "sum_ranks": "tl.load(outbox"}
+AWAITED = {
+    "grouped_gemm_in": "tl.load(pointers + k",
+    "combine_rows": "tl.load(routed.y +",
+    "sum_ranks": "tl.load(outbox",
+}
 
 
 @pytest.mark.gate

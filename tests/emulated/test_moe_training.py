@@ -290,7 +290,9 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
 def awaited(name: str) -> Callable[[Any], bool]:
     """Return a predicate for steps that load data written by other programs or ranks."""
-    text = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(routed.y +", "sum_ranks": "tl.load(outbox"}.get(name)
+    text = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(routed.y +", "sum_ranks": "tl.load(outbox"}.get(
+        name
+    )
     return lambda step: text is not None and text in step.source
 
 

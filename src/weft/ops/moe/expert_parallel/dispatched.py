@@ -578,8 +578,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         gemm_in(stream, **in_moving)
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
-        # Combine starts after the first GEMM, because its programs would occupy room on the SMs. They wait for the second
-        # GEMM's tiles, so a rank announces its sums after its first GEMM without this event too.
+        # Combine starts after the first GEMM, because its programs would occupy room on the SMs. They wait for the
+        # second GEMM's tiles, so a rank announces its sums after its first GEMM without this event too.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
