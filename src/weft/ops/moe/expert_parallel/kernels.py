@@ -394,7 +394,7 @@ def add_routes(
         route = tokens * K + slot + i
         is_route = valid & (slot + i < K)
         row = tl.load(routed.route_rows + route, mask=is_route, other=-1)
-        weight = tl.load(routed.weights + route, mask=is_route, other=0.0)
+        weight = tl.load(routed.weights + route, mask=row >= 0, other=0.0)
         mask = (row >= 0)[:, None] & (cols < H)
         part = tl.load(routed.y + row.to(tl.int64)[:, None] * H + cols, mask=mask, other=0.0)
         acc += weight[:, None] * part.to(tl.float32)
