@@ -23,6 +23,7 @@ from weft.ops.moe.expert_parallel import kernels
 from weft.ops.moe.expert_parallel.dispatched import (
     COMBINE_REGISTERS,
     DISPATCH_REGISTERS,
+    ordered_routes,
     plan_state,
     prepare_dispatched,
     scratch,
@@ -99,6 +100,20 @@ def test_counters_are_those_of_their_tables() -> None:
             _, other_tables, other_counters = tables_of(world, changed_layer, block_m)
             assert other_tables.targets.data_ptr() != tables.targets.data_ptr()
             assert other_counters.data_ptr() != counters.data_ptr()
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_tables_of_local_routes_remain_when_prepared_objects_are_dropped() -> None:
+    """A CUDA graph that captured a call refers to their addresses. Layers with equal tables share them."""
+    layer = Layer(8, 4, 2, 32, 24, BF)
+
+    def main(world: weft.World) -> None:
+        _, rows = ordered_routes(world, layer, 16, 64)
+        world.forget_prepared()
+        _, later_rows = ordered_routes(world, replace(layer, hidden=64), 16, 64)
+        for table, later_table in zip(rows[1:], later_rows[1:], strict=True):
+            assert table.data_ptr() == later_table.data_ptr()
 
     weft.spmd(main, 2, backend="emulated")
 

@@ -604,7 +604,12 @@ def ordered_routes(world: World, layer: Layer, block_m: int, rows: int) -> tuple
     if world.size == 1:
         return None, RoutedRows(y, tables.route_rows, weights)
     shape, k, empty = tuple(weights.shape), layer.k, world.empty
-    routed = RoutedRows(y, empty(shape, torch.int32), empty(shape, torch.float32), empty(shape[:2], torch.int32))
+
+    def make() -> tuple[torch.Tensor, ...]:
+        return empty(shape, torch.int32), empty(shape, torch.float32), empty(shape[:2], torch.int32)
+
+    # CUDA graphs may still use these tables when the World drops its prepared objects.
+    routed = RoutedRows(y, *world.cached((NAME, "local routes", shape), make))
     tokens, block = math.prod(shape[:2]), world.backend.scale.routes // power(k)
     fixed = dict(route_rows=tables.route_rows, weights=weights, routed=routed, tokens=tokens)
     programs, options = min(-(-tokens // block), world.sm_count), dict(num_warps=4, local=True)
