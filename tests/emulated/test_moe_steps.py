@@ -74,6 +74,21 @@ def test_out_may_hold_x() -> None:
     assert max(weft.spmd(main, 2, backend="emulated")) < 5e-3
 
 
+def test_a_token_has_more_local_routes_than_are_added_together() -> None:
+    """Combine adds four routes at a time. Here a token has one to six of its seven routes on a rank."""
+
+    def main(world: weft.World) -> float:
+        layer = Layer(9, 16, 7, 32, 24, BF)
+        model, x = Model(world, layer, False), draw(world.rank, 9, 32)
+        routes = at_random(0, world.rank, 9, layer, 2).int(), draw(5 + world.rank, 9, 7, dtype=torch.float32).abs()
+        out = world.empty((9, 32), BF)
+        prepare_dispatched(world, MoeCall(9, None, layer), S)(MoeOperands(x, *routes, *model.flat), out)
+        world.synchronize()
+        return distance(out, model(x, *routes))
+
+    assert max(weft.spmd(main, 2, backend="emulated")) < 5e-3
+
+
 def test_memory_grows_and_is_shared() -> None:
     def main(world: weft.World) -> None:
         for call, (tokens, hidden) in enumerate([(5, 16), (20, 40), (5, 16), (30, 48), (20, 40)]):
