@@ -91,6 +91,7 @@ moe() { # with vLLM's experts and quack's if gpu/vllm.sh and gpu/quack.sh have u
   spmd moe-one-launch 60 bench.measure.moe --one-launch --out "$out/results"
   spmd moe-stamps 60 bench.measure.moe --stamps --models Qwen3-30B FlashMoE --tokens 8192 512 --out "$out/results"
   spmd moe-stragglers 60 bench.measure.moe_stragglers --out "$out/results"
+  spmd moe-timeline 60 bench.measure.moe_timeline --out "$out/results"
 }
 
 attention() { spmd attention 120 bench.measure.attention --shapes {32x32,64x8}-{16384,32768,65536,131072}-{none,zigzag} --out "$out/results"; }

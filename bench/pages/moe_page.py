@@ -169,6 +169,40 @@ def stragglers(results: Path) -> str:
     return f"{LATE_TEXT}\n{grid(head, rows)}" if rows else NOT_MEASURED
 
 
+TIMELINE_TEXT = """In parentheses the GEMMs alone, by the faster of torch and weft. Both GEMMs run beside programs that move rows. Times of the first rank,
+by torch.profiler.
+"""
+
+
+def timelines(results: Path) -> str:
+    """Return the table of where a layer's time goes."""
+    newest = {(m, r["name"]): r for m, lines in by_machine(results, "moe_timeline.jsonl").items() for r in lines}
+    rows = []
+    for (machine, name), r in newest.items():
+        kernels = {kernel: (begin, end) for kernel, begin, end in r["kernels"]}
+        if not {"grouped_gemm_in", "grouped_gemm_out", "combine_rows", "sum_ranks"} <= kernels.keys():
+            continue  # a plan without these kernels
+        gemm_in, gemm_out = kernels["grouped_gemm_in"], kernels["grouped_gemm_out"]
+        gemms = [
+            f"{end - begin:.0f} ({min(r[half].values()):.0f})"
+            for half, (begin, end) in (("first", gemm_in), ("second", gemm_out))
+        ]
+        tail, sums = kernels["combine_rows"][1] - gemm_out[1], kernels["sum_ranks"][1] - kernels["sum_ranks"][0]
+        rows.append(
+            [
+                machine,
+                layer_of(name),
+                f"{r['us']:.0f}",
+                f"{gemm_in[0]:.0f}",
+                *gemms,
+                f"{max(0, tail):.0f}",
+                f"{sums:.0f}",
+            ]
+        )
+    head = ["GPUs", LAYER, "us", "before GEMM 1", "GEMM 1", "GEMM 2", "combine after GEMM 2", "last sums"]
+    return f"{TIMELINE_TEXT}\n{grid(head, rows)}" if rows else NOT_MEASURED
+
+
 UNGATED = "-ungated-"
 PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatched", "low latency": "weft low latency"}
 
@@ -333,6 +367,7 @@ def chapter(results: Path) -> str:
         "Several GPUs, compared with the experts of vLLM and quack and with eager PyTorch, us": beside_peers(results),
         "T(2) / T(N), with the same number of tokens per GPU": overlap_efficiency(results),
         "One rank late, median / 95th percentile, us": stragglers(results),
+        "Where a layer's time goes, us": timelines(results),
         "Training": training(results, backward=True),
         "Shares of each task in the time of the single launch, in eager calls": stamps(results),
     }

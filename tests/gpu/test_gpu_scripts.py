@@ -109,6 +109,7 @@ def test_every_step_is_taken_by_its_program_once(tmp_path: Path, monkeypatch: py
         "decoder",
         "moe",
         "moe_stragglers",
+        "moe_timeline",
         "attention",
         "hf_moe",
         "fp8_ranks",

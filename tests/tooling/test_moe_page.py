@@ -12,6 +12,7 @@ from bench.common.timing import error_of
 from bench.measure.moe import ONE_LAUNCH, Layer, Model
 from bench.measure.moe_one_gpu import Size, by_torch, by_weft, ordered, stored
 from bench.measure.moe_stragglers import figures
+from bench.measure.moe_timeline import after_meeting
 from bench.pages import moe_page, one_gpu_page
 
 SIZES = dict(N=1024, K=2048, E=8, top_k=2, commit="0123456789")  # 12.6 MB of weights per expert
@@ -121,6 +122,30 @@ def test_stragglers_by_delay(tmp_path: Path) -> None:
     (tmp_path / "a-x2").mkdir()
     (tmp_path / "a-x2/moe_stragglers.jsonl").write_text(json.dumps(row))
     assert "| a-x2 | Mixtral, 512 | 1 | 20 |  | 40 / 40 |  |" in moe_page.stragglers(tmp_path)
+
+
+def test_where_a_layer_spends_its_time(tmp_path: Path) -> None:
+    """Kernels before the ranks' last meeting are left out. A layer by a plan with other kernels has no line."""
+    kernels = after_meeting(
+        [
+            ("sum_ranks", 60.0, 80.0),
+            ("ncclDevKernel", 95.0, 100.0),
+            ("combine_rows", 231.0, 320.0),
+            ("grouped_gemm_in", 130.0, 230.0),
+            ("grouped_gemm_out", 230.0, 290.0),
+            ("sum_ranks", 325.0, 340.0),
+        ]
+    )
+    assert kernels[0] == ("grouped_gemm_in", 30.0, 130.0) and len(kernels) == 4
+    alone = dict(first=dict(torch=80.0, weft=90.0), second=dict(torch=50.0, weft=40.0))
+    rows = [
+        dict(name=f"Mixtral-{tokens}", us=240.0, kernels=listed, **alone)
+        for tokens, listed in ((8192, kernels), (64, []))
+    ]
+    (tmp_path / "a-x4").mkdir()
+    (tmp_path / "a-x4/moe_timeline.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    table = moe_page.timelines(tmp_path)
+    assert table.splitlines()[-1] == "| a-x4 | Mixtral, 8,192 | 240 | 30 | 100 (80) | 60 (40) | 30 | 15 |"
 
 
 def test_the_method_of_one_launch_computes_the_layer() -> None:
