@@ -31,7 +31,7 @@ from bench.common.timing import RIGHT, error_of
 from weft import moe
 from weft.backends.library_gemm import Form
 from weft.kernel_launch import prepared
-from weft.ops.moe.expert_parallel.kernels import store_sums, weighted_sum
+from weft.ops.moe.expert_parallel.kernels import RoutedRows, store_sums, weighted_sum
 from weft.ops.moe.routing.route_tables import TableSizes, builder_of, run_builder, share_routes
 
 # The forms that quack 0.6.5 tunes on Hopper for a gathering GEMM, and also single CTAs and tiles of 64 rows for experts
@@ -62,10 +62,10 @@ def sum_routes(y, route_rows, weights, out, T, H: tl.constexpr, K: tl.constexpr,
     """out [T, H] = the weighted sum of every token's K rows of y [T K, H], in float32. Each program sums one token's
     COLS columns."""
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
-    t = tl.program_id(0) // PARTS + tl.arange(0, 1)
+    token = tl.program_id(0) // PARTS
     cols = tl.program_id(0) % PARTS * COLS + tl.arange(0, COLS)[None, :]
-    acc, _ = weighted_sum(y, route_rows, weights, t * K, t < T, cols, H, K, 1, COLS)
-    store_sums(acc, None, out, t, T, cols, H)
+    acc, _ = weighted_sum(RoutedRows(y, route_rows, weights, None), token, T - token, cols, H, K, 1, COLS)
+    store_sums(acc, None, out, token + tl.arange(0, 1), T, cols, H)
 
 
 @prepared

@@ -50,7 +50,7 @@ from .kernels import (
 # The number of registers for each of the 32 * side_warps threads of a side-stream program. The GEMM on the same SM uses
 # the remaining registers.
 DISPATCH_REGISTERS, COMBINE_REGISTERS = 96, 128
-ELEMENTS_PER_THREAD = 32  # the number of elements that such a thread holds in registers at once
+ELEMENTS_PER_THREAD = 32  # the number of elements that a program holds in registers at once, for each of these threads
 SM_MEMORY = 225 << 10  # bytes of shared memory for the tiles of all programs on an SM, without the reserved part
 WGMMA_ROWS = 64  # smaller tiles use mma.sync with operands in registers, which needs one buffer less
 RESERVED_MEMORY = 1 << 10  # bytes of shared memory that CUDA reserves for each program
@@ -173,7 +173,8 @@ def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
     """Return the bytes that calls of a layer use. All layers share this memory."""
     c, h, size, rows = layer.max_tokens_per_rank, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
     routes = world.size * c * layer.k
-    tables = 4 * (routes + rows + 4 * rows // block_m)
+    ordered = 2 * routes + world.size * c if world.size > 1 else 0  # `ordered_routes`
+    tables = 4 * (routes + ordered + rows + 4 * rows // block_m)
     return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
 
 
@@ -578,8 +579,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         gemm_in(stream, **in_moving)
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
-        # Combine starts after the first GEMM, because its programs would occupy room on the SMs. They wait for the
-        # second GEMM's tiles, so a rank announces its sums after its first GEMM without this event too.
+        # Combine starts after the first GEMM: earlier, its programs would occupy room on the SMs. The order of memory
+        # does not need this event, because combine waits for tiles of the second GEMM, or has no rows to send.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
