@@ -69,7 +69,7 @@ def time_interleaved(
     fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
 ) -> dict[str, float]:
     """Return the us that a call of each function takes, `calls` at once in each round (`interleaved`): the median over rounds,
-    then the slowest rank. Several eager calls at once follow one that is not timed."""
+    then the slowest rank. Several eager calls at once follow one that is not timed, so the host may be ahead by one call."""
     if mode == "graph":
         graphs = {name: capture(fn, calls) for name, fn in fns.items()}
         work: dict[str, Callable[[], None]] = {name: g.replay for name, g in graphs.items()}

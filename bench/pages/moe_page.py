@@ -159,12 +159,12 @@ The last column is NCCL's all-reduce of a rank's rows.
 def stragglers(results: Path) -> str:
     """Return the table of layers in which one rank begins late: the median and the 95th percentile of the time until
     the last rank ends."""
-    newest: dict[tuple[str, ...], dict[str, str]] = {}
+    newest: dict[tuple[str, str, str], dict[str, str]] = {}
     for machine, lines in by_machine(results, "moe_stragglers.jsonl").items():
         for r in lines:
-            layer = machine, layer_of(r["name"]), f"{r['delay']:g}", f"{r['delay_us']:.0f}"
-            newest.setdefault(layer, {})[r["method"]] = f"{r['us']:.0f} / {r['p95_us']:.0f}"
-    rows = [[*layer, *(cells.get(method, "") for method in LATE)] for layer, cells in newest.items()]
+            cells = newest.setdefault((machine, layer_of(r["name"]), f"{r['delay']:g}"), {})
+            cells |= {r["method"]: f"{r['us']:.0f} / {r['p95_us']:.0f}", "late": f"{r['delay_us']:.0f}"}
+    rows = [[*layer, *(cells.get(column, "") for column in ("late", *LATE))] for layer, cells in newest.items()]
     head = ["GPUs", LAYER, "late by, layers", "late by, us", *LATE.values()]
     return f"{LATE_TEXT}\n{grid(head, rows)}" if rows else NOT_MEASURED
 
