@@ -18,7 +18,7 @@ from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.expert_parallel import fused
-from weft.ops.moe.expert_parallel.dispatched import make_workspace, memory, tables_of
+from weft.ops.moe.expert_parallel.dispatched import make_workspace, memory, ordered_routes, tables_of
 from weft.plans import FusedMoe, GemmTile
 from weft.scale import SMALL_MOE
 
@@ -58,7 +58,9 @@ def test_memory_is_that_of_a_call() -> None:
         expected = memory(world, layer, S.tile.block_m)
         shared = (workspace.inbox, workspace.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == expected.symmetric
-        assert sum(t.nbytes for t in (tables.route_rows, tables.sources, tables.tiles)) == expected.tables
+        _, ordered = ordered_routes(world, layer, S.tile.block_m, builder.rows)
+        built = tables.route_rows, tables.sources, tables.tiles, ordered.route_rows, ordered.weights, ordered.counts
+        assert sum(t.nbytes for t in built) == expected.tables
         assert workspace.hidden.nbytes + workspace.y.nbytes == expected.scratch
 
     weft.spmd(rank, 2, backend="emulated")
