@@ -469,7 +469,7 @@ class DispatchedGemms(Plan):
 
     tile: the tile of both GEMMs, which run per_sm programs on every SM, with fewer stages if shared memory is too
     small. flatten: whether the first GEMM's loop over tiles is flattened. dispatch_programs, combine_programs: programs
-    that share the SMs with a GEMM, of side_warps warps, or twice as many if they sum only routes that have rows; each
+    that share the SMs with a GEMM, of side_warps warps, or twice as many if they load only some routes at a time; each
     number is clamped to the number of SMs. Dispatch programs have send_stages blocks of rows in flight; combine
     programs sum at most sum_rows tokens at once.
     """

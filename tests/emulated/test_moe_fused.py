@@ -50,16 +50,22 @@ def test_calls_that_the_plan_does_not_support() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_memory_is_that_of_a_call() -> None:
+@pytest.mark.parametrize("k", [2, 5])
+def test_memory_is_that_of_a_call(k: int) -> None:
+    """Tables of local routes are needed only if a token has more routes than are added together."""
+
     def rank(world: weft.World) -> None:
-        layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
+        layer = Layer(8, 16, k, 32, 24, BF, max_rows=21)
         builder, tables, _ = tables_of(world, layer, S.tile.block_m)
         workspace, routes = make_workspace(world, layer, builder.rows), builder.routes
         expected = memory(world, layer, S.tile.block_m)
         shared = (workspace.inbox, workspace.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == expected.symmetric
-        _, ordered = ordered_routes(world, layer, S.tile.block_m, builder.rows)
-        built = tables.route_rows, tables.sources, tables.tiles, ordered.route_rows, ordered.weights, ordered.counts
+        order, ordered = ordered_routes(world, layer, S.tile.block_m, builder.rows)
+        built = [tables.route_rows, tables.sources, tables.tiles]
+        if k > 4:
+            assert order is not None and ordered.counts is not None
+            built += ordered.route_rows, ordered.weights, ordered.counts
         assert sum(t.nbytes for t in built) == expected.tables
         assert workspace.hidden.nbytes + workspace.y.nbytes == expected.scratch
 

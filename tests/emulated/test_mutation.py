@@ -343,16 +343,12 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
-def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
+def moe(*streams: str, plan: Plan = SMALL_DISPATCHED, experts: int = 4, k: int = 2) -> Main:
     """Cycle through routings of all kinds, with several tiles per expert and several tiles per row."""
 
     def main(world: World) -> None:
-        assert (
-            layer_case(
-                world, steps, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan
-            )
-            < 5e-3
-        )
+        sizes = dict(experts=experts, k=k, hidden=40, inner=40, tokens=(20, 13))
+        assert layer_case(world, steps, **sizes, calls=5, ids_of=in_turn, streams=streams, plan=plan) < 5e-3
 
     return main
 
@@ -569,6 +565,7 @@ CASES = {
     "experts in parts around a layer": Case(around, 2, kernels=False),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
+    "moe dispatched, many routes": Case(moe("first", "second", experts=16, k=6), 2, kernels=False),
     "MoE in one launch": Case(moe("main", plan=SMALL_MOE), 2),
     "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL_MOE), 2, kernels=False),
     "MoE in one launch with its router": Case(router_calls(MUTATED), 2),
@@ -924,13 +921,11 @@ EQUIVALENT = [
         GRADIENTS, "drop wait_event", "# as in `dispatched.prepare_dispatched`", "as the next entry, of which this is the backward pass",
     ),
     Equivalent(
-        (*GRADIENTS, "moe dispatched", "moe dispatched, two streams", AROUND), "drop wait_event",
-        "world.wait_event(side, first_gemm_done)",
-        "it keeps combine's programs off the SMs of the first GEMM; they wait for tiles of the second GEMM, which the stream orders behind "
-        "the first, or have no rows of a rank, which then writes nothing that this rank still reads",
+        ("moe dispatched, many routes",), "drop wait_event", "world.wait_event(side, first_gemm_done)",
+        "it keeps combine's programs off the SMs of the first GEMM; here the order of the routes has waited for the tables",
     ),
     Equivalent(
-        (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
+        (*GRADIENTS, *(name for name in CASES if name.startswith("moe dispatched"))), "drop wait_event",
         "world.wait_event(stream, world.record(side))",
         "here the next call begins with a share of routes, which waits for all ranks to be in it, each behind its last sums: these have "
         "waited for all programs of this rank's side stream, whose last act is to notify them. The second half of experts in parts "

@@ -73,7 +73,7 @@ CALLS: dict[str, tuple[Make, int, int]] = {
     "all-gather + GEMM, fused": (all_gather("fused"), 215, 11),
     "GEMM + reduce-scatter, fused": (reduce_scatter, 210, 14),
     "gathered attention, segmented": (attention, 205, 31),
-    "MoE, dispatched": (moe("dispatched"), 505, 22),
+    "MoE, dispatched": (moe("dispatched"), 500, 21),
     "MoE, fused": (moe("fused"), 430, 15),
     "MoE, low latency": (moe("low_latency"), 330, 16),
     "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 39),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -15,6 +16,7 @@ from bench.measure.moe_stragglers import figures
 from bench.measure.moe_timeline import after_meeting
 from bench.pages import moe_page, one_gpu_page
 
+ROOT = Path(__file__).parents[2]
 SIZES = dict(N=1024, K=2048, E=8, top_k=2, commit="0123456789")  # 12.6 MB of weights per expert
 US = {"torch": 400.0, "torch compiled": 300.0, "vllm": 150.0, "quack": 120.0, "weft": 100.0}
 
@@ -148,6 +150,23 @@ def test_where_a_layer_spends_its_time(tmp_path: Path) -> None:
     (tmp_path / "a-x4/moe_timeline.jsonl").write_text("\n".join(map(json.dumps, rows)))
     table = moe_page.timelines(tmp_path)
     assert table.splitlines()[-1] == "| a-x4 | Mixtral, 8,192 | 240 | 30 | 100 (80) | 60 (40) | 30 | 15 |"
+
+
+def test_the_notes_on_combine_are_those_of_the_experiment() -> None:
+    """The design notes say how long after GEMM 2 combine ends, in us, before and after a change."""
+    late: dict[str, list[float]] = {}
+    for line in (ROOT / "bench/results/nvidia-h200-x4/experiments/moe-combine.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        for kernels in row.get("kernels", {}).values():
+            ends = {name: end for name, _, end in kernels}
+            late.setdefault(row["variant"], []).append(ends["combine_rows"] - ends["grouped_gemm_out"])
+    us = {variant: median(times) for variant, times in late.items()}
+    after = us["local routes first, four at a time by 8 warps"]
+    assert (
+        round(us["all routes"], -1) == round(us["all routes, stored in local memory"], -1) == 90 and round(after) == 2
+    )
+    notes = " ".join((ROOT / "docs/design-notes.md").read_text().split())
+    assert "it ended 90 us after GEMM 2, also with stores to local memory" in notes and "four at a time: 2 us." in notes
 
 
 def test_the_method_of_one_launch_computes_the_layer() -> None:

@@ -35,6 +35,7 @@ from ..routing.route_tables import Tables, power
 from ..tensor_parallel.call import Split
 from .fused_kernels import LayerSizes
 from .kernels import (
+    ROUTES_TOGETHER,
     ROW_OF_TILES,
     GatheredSizes,
     RankSumSizes,
@@ -173,7 +174,7 @@ def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
     """Return the bytes that calls of a layer use. All layers share this memory."""
     c, h, size, rows = layer.max_tokens_per_rank, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
     routes = world.size * c * layer.k
-    ordered = 2 * routes + world.size * c if world.size > 1 else 0  # `ordered_routes`
+    ordered = 2 * routes + world.size * c if orders_routes(world, layer) else 0
     tables = 4 * (routes + ordered + rows + 4 * rows // block_m)
     return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
 
@@ -579,8 +580,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         gemm_in(stream, **in_moving)
         if kept:
             world.copy(kept[0], space.inbox.local, stream)
-        # Combine starts after the first GEMM: earlier, its programs would occupy room on the SMs. The order of memory
-        # does not need this event, because combine waits for tiles of the second GEMM, or has no rows to send.
+        # Combine may start only after the first GEMM. Earlier, its programs would occupy room on the SMs, and unless
+        # `order` precedes them, the tables would be incomplete.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
@@ -596,13 +597,19 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     return run
 
 
+def orders_routes(world: World, layer: Layer) -> bool:
+    """Return whether each token's local routes are moved to the front: not if all routes are local, or are few enough
+    to be added together in any case."""
+    return world.size > 1 and layer.k > ROUTES_TOGETHER.value
+
+
 @prepared
 def ordered_routes(world: World, layer: Layer, block_m: int, rows: int) -> tuple[Launch | None, RoutedRows]:
-    """Return the launch that moves each token's local routes to the front (`local_first`), and the rows of y [rows, H]
-    with its result. A single rank has all experts and needs no launch. The first call is collective."""
+    """Return the launch that moves each token's local routes to the front (`local_first`), or None if they stay in the
+    order of the slots; and y [rows, H] with the tables in that order. The first call is collective."""
     builder, tables, _ = tables_of(world, layer, block_m)
     weights, y = builder.routes.shared_weights.local, make_workspace(world, layer, rows).y
-    if world.size == 1:
+    if not orders_routes(world, layer):
         return None, RoutedRows(y, tables.route_rows, weights)
     shape, k, empty = tuple(weights.shape), layer.k, world.empty
 

@@ -52,6 +52,7 @@ from ..routing.kernels import take_left_out
 # The total that a row of tiles adds to a counter. The total does not depend on the number of columns, so that waits do
 # not depend on the width of a layer.
 ROW_OF_TILES = tl.constexpr(4096)
+ROUTES_TOGETHER = tl.constexpr(4)  # the routes of a token whose rows `weighted_sum` loads together if it has counts
 
 
 class GatheredSizes(NamedTuple):
@@ -414,11 +415,11 @@ def weighted_sum(
     arguments are as in `combine_rows`.
 
     Without counts, the rows of all K routes of a token are loaded together. On W ranks only K / W of them exist on
-    average, and loads of the others occupy registers and issue slots too. With counts, therefore, a loop adds four
-    routes at a time until the last local route of these tokens. In a layer of Qwen3-30B with 8,192 tokens on each of 4
-    H200s, `combine_rows` then ended 2 us after the GEMM instead of 90 us (2026-11).
+    average, and loads of the others occupy registers and issue slots too. With counts, therefore, a loop adds
+    ROUTES_TOGETHER routes at a time until the last local route of these tokens. In a layer of Qwen3-30B with 8,192
+    tokens on each of 4 H200s, `combine_rows` then ended 2 us after the GEMM instead of 90 us (2026-11).
     """
-    TOGETHER: tl.constexpr = K if routed.counts is None else min(K, 4)
+    TOGETHER: tl.constexpr = K if routed.counts is None else ROUTES_TOGETHER
     tokens = first_token + tl.arange(0, ROWS)
     valid = tl.arange(0, ROWS) < tokens_left
     acc = tl.zeros((ROWS, COLS), tl.float32)

@@ -70,7 +70,7 @@ NARROW_64 = Dispatched(GemmTile(block_m=64, block_n=128, block_k=128, warps=4, s
 NARROW_32 = replace(NARROW_64, tile=replace(NARROW_64.tile, block_m=32, stages=3))
 LOW_LATENCY_32 = LowLatency(replace(LowLatency.tile, block_m=32))
 # Fewer programs send more slowly, but slow down the GEMM on their SMs less. On 4 H200s with 8,192 tokens each, layers
-# with 64 programs took 1% to 7% less time than with 128 (Qwen3-30B), 1% less (Qwen3-235B), or up to 3% more (FlashMoE,
+# with 64 programs took 1% to 7% less time than with 128 (Qwen3-30B), 1% less (Qwen3-235B), or up to 4% more (FlashMoE,
 # GPT-OSS; 2026-11).
 FEW_SENDERS = Dispatched(dispatch_programs=64)
 BY_ROWS = (
