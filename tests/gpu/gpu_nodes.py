@@ -1,9 +1,9 @@
-"""Two nodes on one machine: torchrun --nproc-per-node N -m tests.gpu.gpu_nodes [--seconds S] [--out FILE]
+"""Two nodes on one machine: torchrun --nproc-per-node N -m tests.gpu.gpu_nodes [--seconds S] [--only W ..] [--out FILE]
 
 WEFT_NODE declares the first half of the ranks one node and the second half a second node. The ranks may share GPUs, and
 NCCL uses sockets. The checks cover plan "two_level" of every op that supports it: results, gradients, CUDA graphs, and
 ranks that start late. The program prints a line for each check, writes the same as JSON to FILE, and exits with 1 if
-one fails; no check begins after S seconds.
+one fails; no check begins after S seconds, and only checks with one of the words W in their names run.
 
 python -m tests.gpu.gpu_nodes --away peer|node|killed --ranks N [--out FILE]
 
@@ -147,9 +147,11 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{op}, late ranks", 0.0, partial(late, world, op, plan)
 
 
-def run(seconds: float, out: Path | None) -> int:
+def run(seconds: float, only: list[str], out: Path | None) -> int:
     world, began, rows, failed = weft.init(), time.time(), [], 0
     for name, limit, check in checks(world):
+        if only and not any(words in name for words in only):
+            continue
         if world.exchange(time.time() - began)[0] > seconds:
             rows.append(dict(check=name, outcome="not begun"))
             continue
@@ -251,6 +253,7 @@ def stay_away(kind: str, ranks: int, out: Path | None) -> int:
 def main() -> int:
     p = argparse.ArgumentParser()
     p.add_argument("--seconds", type=float, default=200.0)
+    p.add_argument("--only", nargs="*", default=[])
     p.add_argument("--out", type=Path)
     p.add_argument("--away", choices=["peer", "node", "killed"])
     p.add_argument("--ranks", type=int, default=4)
@@ -261,7 +264,7 @@ def main() -> int:
         return stay_away(a.away, a.ranks, a.out)
     os.environ["WEFT_NODE"] = f"node {2 * int(os.environ['RANK']) // int(os.environ['WORLD_SIZE'])}"
     if a.away is None:
-        return run(a.seconds, a.out)
+        return run(a.seconds, a.only, a.out)
     rank_main(a.away)
     return 1
 

@@ -40,13 +40,17 @@ def run_exchange(world: World, call: RoutedCall, plan: TwoLevel, operands: Facto
         start = sum(routing.counts[world.rank][: target * node.size])
         world.backend.linear(ordered[start : start + y.shape[0]], weight, bias, stream, y)
 
-    sent, arrived = [], []  # `sent` must stay alive until this stream has waited for the transfers, as in `run_scatter`
+    # The buffers must stay alive until this stream has waited for the transfers, as in `run_scatter`. NCCL receives
+    # into ordinary memory: a graph in which it receives into symmetric memory hung on four H200s.
+    buffers, arrived = [], []
     for target, source in node_pairs(world):
         y = world.empty((sum(local_slice(world, target, routing.counts[world.rank])), call.n), call.dtype)
-        sent.append(y)
+        part = world.empty((starts[source + 1] - starts[source], call.n), call.dtype)
+        buffers += [y, part]
         multiply(target, y)
         world.wait_event(between, world.record(stream))
-        send(world, y, target, pool.local[starts[source] : starts[source + 1]], source, between)
+        send(world, y, target, part, source, between)
+        world.copy(pool.local[starts[source] : starts[source + 1]], part, between)
         arrived.append((source, world.record(between)))
     multiply(world.node, pool.local[starts[world.node] : starts[world.node + 1]])
     _pull_routed(world, routing, pool, world.node, out, stream)
