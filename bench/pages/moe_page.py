@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import fmean, geometric_mean
 from types import SimpleNamespace
 
 import torch
@@ -73,26 +73,30 @@ def experts(lines: Rows) -> str:
     return f"{grid(['experts', *(f'{m:,} tokens' for m in tokens)], rows)}\n\n{growth(lines)}"
 
 
-def growth(lines: Rows) -> str:
-    """Return the sentence that compares the time that the most experts take beyond the fewest with the time to read
-    their weights."""
-    auto = [r for r in lines if r["method"] == "auto"]
-    newest = {(r["M"], r["E"]): r["us"] for r in auto}
-    fewest, most = min(r["E"] for r in auto), max(r["E"] for r in auto)
-    tokens = sorted({m for m, e in newest if {(m, fewest), (m, most)} <= newest.keys()})
-    added_us = [newest[m, most] - newest[m, fewest] for m in tokens]
-    shares = [f"{100 * us / newest[m, fewest]:.0f}% at {m:,}" for m, us in zip(tokens, added_us, strict=True)]
-    gigabytes = (most - fewest) // auto[0]["world"] * weight_bytes(auto[0], matrices=2) / 1e9
-    return (
-        f"{most} experts take {min(added_us):.0f} to {max(added_us):.0f} us longer than {fewest} ({', '.join(shares)} tokens): a GPU's"
-        f" {gigabytes:.1f} GB of additional weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s, and last tiles are partly empty."
-    )
+def growth(*of_machines: Rows) -> str:
+    """Return the sentence that compares, for each number of GPUs, the time that the most experts take beyond the fewest
+    with the time to read their weights."""
+    parts = []
+    for lines in of_machines:
+        auto = [r for r in lines if r["method"] == "auto"]
+        newest = {(r["M"], r["E"]): r["us"] for r in auto}
+        fewest, most = min(r["E"] for r in auto), max(r["E"] for r in auto)
+        tokens = sorted({m for m, e in newest if {(m, fewest), (m, most)} <= newest.keys()})
+        added_us = [newest[m, most] - newest[m, fewest] for m in tokens]
+        shares = [f"{100 * us / newest[m, fewest]:.0f}% at {m:,}" for m, us in zip(tokens, added_us, strict=True)]
+        gigabytes = (most - fewest) // auto[0]["world"] * weight_bytes(auto[0], matrices=2) / 1e9
+        parts.append(
+            f"on {gpus(auto[0]['world'])} {min(added_us):.0f} to {max(added_us):.0f} us ({', '.join(shares)} tokens;"
+            f" {gigabytes:.1f} GB more weights take {gigabytes / MEMORY * 1e3:.0f} us at {MEMORY} TB/s)"
+        )
+    return f"{most} experts take longer than {fewest}: {'; '.join(parts)}. Last tiles are partly empty."
 
 
 def growths(results: Path) -> str:
     """Return the sentence on the number of experts in FlashMoE's layer with two matrices."""
     of_machines = ([r for r in lines if UNGATED in r["name"]] for lines in by_machine(results, "moe.jsonl").values())
-    return "\n\n".join(f"On {r[0]['world']} GPUs, of FlashMoE's layer, {growth(r)}" for r in of_machines if r)
+    stored = [lines for lines in of_machines if lines]
+    return f"In FlashMoE's layer {growth(*stored)}" if stored else ""
 
 
 def auto_us(results: Path) -> dict[str, dict[int, float]]:
@@ -169,38 +173,47 @@ def stragglers(results: Path) -> str:
     return f"{LATE_TEXT}\n{grid(head, rows)}" if rows else NOT_MEASURED
 
 
-TIMELINE_TEXT = """In parentheses the GEMMs alone, by the faster of torch and weft. Both GEMMs run beside programs that move rows. Times of the first rank,
-by torch.profiler.
+TIMELINE_TEXT = """In parentheses the GEMMs alone, by the faster of torch and weft. Both GEMMs run beside programs that move rows. "Before" are the router
+and the tables, without the wait in which the ranks share their counts. Means of {runs} layers of the first rank, by torch.profiler.
 """
+TIMELINE = ["us", "before", "GEMM 1", "GEMM 2", "combine after GEMM 2", "last sums"]
+
+
+def stages(row: dict) -> list[float] | None:
+    """Return the values of TIMELINE's columns for a traced layer, or None if its plan has other kernels."""
+    kernels = {kernel: (begin, end) for kernel, begin, end in row["kernels"]}
+    if not {"grouped_gemm_in", "grouped_gemm_out", "combine_rows", "sum_ranks"} <= kernels.keys():
+        return None
+    spans = {kernel: end - begin for kernel, (begin, end) in kernels.items()}
+    (starts, _), (_, ends) = kernels["grouped_gemm_in"], kernels["grouped_gemm_out"]
+    before = sum(
+        spans[kernel]
+        for kernel, (_, end) in kernels.items()
+        if end <= starts and kernel not in ("share", "dispatch_rows")
+    )
+    us = row["us"] - min(begin for begin, _ in kernels.values()) - spans.get("share", 0)
+    tail = max(0, kernels["combine_rows"][1] - ends)
+    return [us, before, spans["grouped_gemm_in"], spans["grouped_gemm_out"], tail, spans["sum_ranks"]]
 
 
 def timelines(results: Path) -> str:
     """Return the table of where a layer's time goes."""
-    newest = {(m, r["name"]): r for m, lines in by_machine(results, "moe_timeline.jsonl").items() for r in lines}
+    traced: dict[tuple[str, str], list[tuple[list[float], dict]]] = {}
+    for machine, lines in by_machine(results, "moe_timeline.jsonl").items():
+        for r in lines:
+            if values := stages(r):
+                traced.setdefault((machine, layer_of(r["name"])), []).append((values, r))
     rows = []
-    for (machine, name), r in newest.items():
-        kernels = {kernel: (begin, end) for kernel, begin, end in r["kernels"]}
-        if not {"grouped_gemm_in", "grouped_gemm_out", "combine_rows", "sum_ranks"} <= kernels.keys():
-            continue  # a plan without these kernels
-        gemm_in, gemm_out = kernels["grouped_gemm_in"], kernels["grouped_gemm_out"]
-        gemms = [
-            f"{end - begin:.0f} ({min(r[half].values()):.0f})"
-            for half, (begin, end) in (("first", gemm_in), ("second", gemm_out))
-        ]
-        tail, sums = kernels["combine_rows"][1] - gemm_out[1], kernels["sum_ranks"][1] - kernels["sum_ranks"][0]
-        rows.append(
-            [
-                machine,
-                layer_of(name),
-                f"{r['us']:.0f}",
-                f"{gemm_in[0]:.0f}",
-                *gemms,
-                f"{max(0, tail):.0f}",
-                f"{sums:.0f}",
-            ]
-        )
-    head = ["GPUs", LAYER, "us", "before GEMM 1", "GEMM 1", "GEMM 2", "combine after GEMM 2", "last sums"]
-    return f"{TIMELINE_TEXT}\n{grid(head, rows)}" if rows else NOT_MEASURED
+    for layer, runs in traced.items():
+        cells = [f"{fmean(values):.0f}" for values in zip(*(v for v, _ in runs), strict=True)]
+        for column, half in (("GEMM 1", "first"), ("GEMM 2", "second")):
+            cells[TIMELINE.index(column)] += f" ({fmean(min(r[half].values()) for _, r in runs):.0f})"
+        rows.append([*layer, *cells])
+    if not rows:
+        return NOT_MEASURED
+    counts = sorted({len(runs) for runs in traced.values()})
+    text = TIMELINE_TEXT.format(runs=" or ".join(map(str, counts)))
+    return f"{text}\n{grid(['GPUs', LAYER, *TIMELINE], rows)}"
 
 
 UNGATED = "-ungated-"

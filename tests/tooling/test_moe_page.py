@@ -90,11 +90,16 @@ def test_launches_of_one_layer_by_plan(tmp_path: Path) -> None:
 
 
 def test_times_of_many_experts_stand_beside_their_bytes() -> None:
-    """Each of two GPUs has 60 of the 120 additional experts, each with two matrices of 2,048 x 2,048: 1.0 GB."""
+    """Each of two GPUs has 60 of the 120 additional experts, each with two matrices of 2,048 x 2,048: 1.0 GB. A number of
+    tokens that one of the layers lacks is left out."""
     row = dict(name="-ungated-", method="auto", world=2, N=2048, K=2048)
     us = {(4096, 8): 300.0, (4096, 128): 450.0, (8192, 8): 500.0, (8192, 128): 700.0}
-    assert moe_page.growth([dict(row, M=m, E=e, us=t) for (m, e), t in us.items()]).startswith(
-        "128 experts take 150 to 200 us longer than 8 (50% at 4,096, 40% at 8,192 tokens): a GPU's 1.0 GB of additional weights take 234 us"
+    two = [dict(row, M=m, E=e, us=t) for (m, e), t in us.items()]
+    four = [dict(r, world=4) for r in two if (r["M"], r["E"]) != (4096, 128)]
+    assert moe_page.growth(two, four) == (
+        "128 experts take longer than 8: on 2 GPUs 150 to 200 us (50% at 4,096, 40% at 8,192 tokens; 1.0 GB more weights take 234 us"
+        " at 4.3 TB/s); on 4 GPUs 200 to 200 us (40% at 8,192 tokens; 0.5 GB more weights take 117 us at 4.3 TB/s)."
+        " Last tiles are partly empty."
     )
 
 
@@ -129,27 +134,33 @@ def test_stragglers_by_delay(tmp_path: Path) -> None:
 
 
 def test_where_a_layer_spends_its_time(tmp_path: Path) -> None:
-    """Kernels before the ranks' last meeting are left out. A layer by a plan with other kernels has no line."""
+    """Kernels before the ranks' last meeting are left out, and so is the wait for other ranks in `share`. Runs of a layer
+    are averaged. A layer by a plan with other kernels has no line."""
     kernels = after_meeting(
         [
             ("sum_ranks", 60.0, 80.0),
             ("ncclDevKernel", 95.0, 100.0),
             ("combine_rows", 231.0, 320.0),
+            ("count_routes", 102.0, 112.0),
+            ("share", 112.0, 122.0),
+            ("dispatch_rows", 103.0, 125.0),
             ("grouped_gemm_in", 130.0, 230.0),
             ("grouped_gemm_out", 230.0, 290.0),
             ("sum_ranks", 325.0, 340.0),
         ]
     )
-    assert kernels[0] == ("grouped_gemm_in", 30.0, 130.0) and len(kernels) == 4
+    assert kernels[0] == ("count_routes", 2.0, 12.0) and len(kernels) == 7
+    longer = [(kernel, begin, end + 2 * (kernel == "sum_ranks")) for kernel, begin, end in kernels]
     alone = dict(first=dict(torch=80.0, weft=90.0), second=dict(torch=50.0, weft=40.0))
     rows = [
         dict(name=f"Mixtral-{tokens}", us=240.0, kernels=listed, **alone)
-        for tokens, listed in ((8192, kernels), (64, []))
+        for tokens, listed in ((8192, kernels), (8192, longer), (64, []))
     ]
     (tmp_path / "a-x4").mkdir()
     (tmp_path / "a-x4/moe_timeline.jsonl").write_text("\n".join(map(json.dumps, rows)))
     table = moe_page.timelines(tmp_path)
-    assert table.splitlines()[-1] == "| a-x4 | Mixtral, 8,192 | 240 | 30 | 100 (80) | 60 (40) | 30 | 15 |"
+    assert "Means of 2 layers" in table
+    assert table.splitlines()[-1] == "| a-x4 | Mixtral, 8,192 | 228 | 10 | 100 (80) | 60 (40) | 30 | 16 |"
 
 
 def test_the_notes_on_combine_are_those_of_the_experiment() -> None:
