@@ -9,7 +9,7 @@
 #   gpu/vllm.sh run 1             on it: run one rank, on which the plugin has nothing to serve
 #   gpu/vllm.sh run N             on it: compare the answers of N ranks that share the GPU, without and with the plugin
 #   gpu/vllm.sh invariant N       on it: compare the bits of answers in vLLM's batch-invariant mode on N GPUs, without and with the plugin
-# flashinfer compiles its all-reduce with nvcc, which the machine must have. FlashAttention 2's library is not packed, because
+# pack compiles flashinfer's all-reduce if there is nvcc; else the GPU machine must have nvcc. FlashAttention 2's library is not packed, because
 # FlashAttention 3 serves Hopper.
 set -eu
 cd "$(dirname "$0")/.."
@@ -53,9 +53,29 @@ pack() {
   rm -r "$there/wheels"
   rm -rf "$there"/vllm/third_party/deep_gemm "$there"/vllm/vllm-rs*
   find "$there" \( -name '_vllm_fa2_C*' -o -name '_flashmla*' -o -name '_qutlass*' -o -name '_deep_gemm*' \) -delete
+  if command -v nvcc > /dev/null; then compile_all_reduce "$there"; fi
   (cd "$there" && tar c .) | xz -6 -T0 | split -b 40M -d -a 1 - "$parts/part"
   for each in "$parts"/part?; do mkdir "$parts/${each#"$parts/part"}" && mv "$each" "$parts/${each#"$parts/part"}/part"; done
   du -sm "$parts"/*
+}
+
+compile_all_reduce() { # compile flashinfer's all-reduce with its own options, which takes the first engine on a new machine 210 s
+  local data=$1/flashinfer/data built name part
+  local options=(-gencode=arch=compute_90a,code=sm_90a -O3 -std=c++17 -use_fast_math --expt-relaxed-constexpr
+    -static-global-template-stub=false -Xfatbin=-compress-all -DNDEBUG -D_GLIBCXX_USE_CXX11_ABI=1 -Xcompiler -fPIC -w "-I$1/tvm_ffi/include")
+  for name in FP8_E8M0 FP4_E2M1 F16 BF16 FP8_E4M3 FP8_E5M2; do options+=("-DFLASHINFER_ENABLE_$name"); done
+  for part in cccl/{cub,libcudacxx/include,thrust} include csrc cutlass/include cutlass/tools/util/include spdlog/include; do
+    options+=("-I$data/$part")
+  done
+  built=$(mktemp -d)
+  for name in trtllm_allreduce{,_fusion} trtllm_moe_allreduce_fusion; do
+    nvcc "${options[@]}" -c "$data/csrc/$name.cu" -o "$built/$name.o"
+  done
+  # A stand-in for the driver's library, which a machine without a GPU lacks.
+  gcc -shared -Wl,-soname,libcuda.so.1 -o "$built/libcuda.so" -x c /dev/null
+  mkdir -p "$data/aot/trtllm_comm"
+  nvcc -shared -cudart shared -Xlinker --no-as-needed -o "$data/aot/trtllm_comm/trtllm_comm.so" "$built"/*.o "-L$built" -lcuda
+  rm -r "$built"
 }
 
 carry() { # keep part N and, with a word after its number, unpack all parts
