@@ -386,6 +386,29 @@ def added(sums, values, before, TIMES: tl.constexpr, N: tl.constexpr):
         tl.store(before + lane, old, mask=lane < N - 4)
 
 
+@weft.jit
+def counted(sums, N: tl.constexpr):
+    """Add the same number to every element, under the same mask."""
+    lane = tl.arange(0, N)
+    five, on = tl.load(sums), tl.load(sums) == 5
+    values, _ = tl.broadcast(five, lane)
+    mask, _ = tl.broadcast(on, lane)
+    tl.atomic_add(sums + lane, values, mask=mask)
+
+
+def test_atomics_add_a_broadcast_number() -> None:
+    """Triton's atomics read contiguous memory, but the emulator's broadcast tensors are views with stride 0."""
+
+    def main(world: weft.World) -> torch.Tensor:
+        sums = world.zeros((N,), torch.int32).fill_(5)
+        world.launch(counted, 1, dict(sums=sums, N=N), {}, world.current_stream())
+        world.synchronize()
+        return sums
+
+    (sums,) = weft.spmd(main, 1, backend="emulated")
+    assert sums.tolist() == [10] * N
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64]
 )

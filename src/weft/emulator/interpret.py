@@ -516,7 +516,7 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_rmw(
         self, op: object, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: object, scope: object
     ) -> TensorHandle:
-        do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
+        do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), _dense(val), _dense(mask), sem, scope)
         if val.dtype.scalar == tl.bfloat16:
             do = functools.partial(_atomic_bf16, _enum(op), ptr, val, mask)
         return hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, _enum(sem), _enum(scope))
@@ -524,19 +524,19 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_cas(
         self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: object, scope: object
     ) -> TensorHandle:
-        do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
+        do = functools.partial(super().create_atomic_cas, _plain(ptr), _dense(cmp), _dense(val), sem, scope)
         return hooks.atomic(ptr.data, None, val.data.dtype, do, _enum(sem), _enum(scope))
 
     # Triton calls these three methods since version 3.9.
     def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: object, scope: object) -> TensorHandle:
-        do = functools.partial(super().create_masked_load, _plain(ptr), mask, None, None, True)
+        do = functools.partial(super().create_masked_load, _plain(ptr), _dense(mask), None, None, True)
         dtype = stock._get_np_dtype(ptr.get_element_ty())
         return hooks.atomic(ptr.data, _mask(mask), dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_store(
         self, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: object, scope: object
     ) -> None:
-        do = functools.partial(super().create_masked_store, _plain(ptr), val, mask, None)
+        do = functools.partial(super().create_masked_store, _plain(ptr), _dense(val), _dense(mask), None)
         hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_poll(
@@ -708,6 +708,11 @@ def _mask(mask: TensorHandle | np.ndarray | None) -> np.ndarray | None:
 def _plain(ptr: TensorHandle) -> TensorHandle:
     """Return the addresses without the numbers of tensors."""
     return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
+
+
+def _dense(tensor: TensorHandle) -> TensorHandle:
+    """Return the tensor in contiguous memory, as Triton's atomics read it. Broadcast tensors are views of stride 0."""
+    return TensorHandle(np.asarray(tensor.data, order="C"), tensor.dtype)
 
 
 class _Semantic(stock.TritonSemantic):
