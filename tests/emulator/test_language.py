@@ -388,15 +388,17 @@ def added(sums, values, before, TIMES: tl.constexpr, N: tl.constexpr):
 
 @weft.jit
 def counted(sums, N: tl.constexpr):
-    """Add the same number to every element, under the same mask."""
+    """Replace every 5 by 6, and add 5 to every element under the same mask."""
     lane = tl.arange(0, N)
-    five, on = tl.load(sums), tl.load(sums) == 5
-    values, _ = tl.broadcast(five, lane)
-    mask, _ = tl.broadcast(on, lane)
-    tl.atomic_add(sums + lane, values, mask=mask)
+    five = tl.load(sums)
+    old, _ = tl.broadcast(five, lane)
+    new, _ = tl.broadcast(five + 1, lane)
+    mask, _ = tl.broadcast(five == 5, lane)
+    tl.atomic_cas(sums + lane, old, new)
+    tl.atomic_add(sums + lane, old, mask=mask)
 
 
-def test_atomics_add_a_broadcast_number() -> None:
+def test_atomics_take_a_broadcast_number() -> None:
     """Triton's atomics read contiguous memory, but the emulator's broadcast tensors are views with stride 0."""
 
     def main(world: weft.World) -> torch.Tensor:
@@ -406,7 +408,7 @@ def test_atomics_add_a_broadcast_number() -> None:
         return sums
 
     (sums,) = weft.spmd(main, 1, backend="emulated")
-    assert sums.tolist() == [10] * N
+    assert sums.tolist() == [11] * N
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Two nodes on one machine: torchrun --nproc-per-node N -m tests.gpu.gpu_nodes [--seconds S] [--only W ..] [--out FILE]
 
-WEFT_NODE declares the first half of the ranks one node and the second half a second node. The ranks may share GPUs, and
-NCCL uses sockets. The checks cover plan "two_level" of every op that supports it: results, gradients, CUDA graphs, and
+WEFT_NODE declares the first half of the ranks one node and the second half a second node. If the ranks share GPUs, NCCL
+uses sockets. The checks cover plan "two_level" of every op that supports it: results, gradients, CUDA graphs, and
 ranks that start late. The program prints a line for each check, writes the same as JSON to FILE, and exits with 1 if
 one fails; no check begins after S seconds, and only checks with one of the words W in their names run.
 
