@@ -120,6 +120,7 @@ class Fuzz:
         )  # errors over their bounds, one per call since the last check
         self.pending: list[tuple[Round, int]] = []  # for each of these calls, its round and its index in the round
         self.held: list[Any] = []  # graphs that may still run
+        self.checked: Checked | None = None  # the latest round, whose calls may still run
 
     def order(self) -> list[Kind]:
         """Return all kinds, starting with those that have the fewest recorded calls."""
@@ -175,6 +176,9 @@ class Fuzz:
         part = self.parts[r.world]
         checked, before = Checked(part, r), len(self.pending)  # a layer's weights are created on the main stream
         self.join()
+        # Before this point a call of the previous round may still read, on another stream, weights whose memory the
+        # allocator would otherwise give to the main stream.
+        self.checked = checked
         if r.replays:
             self.graph(r, checked)
         else:

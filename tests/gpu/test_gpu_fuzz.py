@@ -4,6 +4,7 @@ names it and can be used to repeat it."""
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,27 @@ def test_the_drawn_calls() -> None:
     assert {c.late for c in calls} == {-1, 0, 1} and {c.stream for c in calls} == {"", *gpu_fuzz.STREAMS}
     assert {c.into for c in calls} == {r.whole for r in drawn} == {bool(r.replays) for r in drawn} == {False, True}
     assert {r.routing for r in drawn} == set(ROUTINGS)
+
+
+def test_a_rounds_weights_live_until_all_streams_are_joined() -> None:
+    """Otherwise the next round's weights could overwrite them while a call on another stream reads them."""
+
+    def main(world: weft.World) -> list[bool]:
+        fuzz, alive = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
+        kind, join = Kind("tensor_parallel_experts", "sequential"), fuzz.join
+        fuzz.run(fuzz.draw(0, kind))
+        assert fuzz.checked is not None
+        weights = [weakref.ref(w) for w in fuzz.checked.calls.own_weights]
+
+        def note_and_join() -> None:
+            alive.extend(weight() is not None for weight in weights)
+            join()
+
+        fuzz.join = note_and_join  # type: ignore[method-assign]
+        fuzz.run(fuzz.draw(1, kind))
+        return alive
+
+    assert weft.spmd(main, 2, backend="emulated") == [[True, True]] * 2
 
 
 def test_kinds_with_few_recorded_calls_are_drawn_most() -> None:
