@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 Stream: TypeAlias = Any  # torch.cuda.Stream or the emulator's stream; only the backend itself interprets it
+Reads: TypeAlias = Sequence[torch.Tensor | Callable[[], torch.Tensor]]  # `Backend.call` describes the functions
 
 VIEWS = 4096  # cached views of one symmetric tensor
 

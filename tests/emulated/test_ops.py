@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import weft
 from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases_fp8 import all_gather_case
 from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case, shared_case
 from tests.gates import some
 from weft.lang.mapping import balanced_rows
@@ -459,6 +460,30 @@ def test_rows_longer_than_an_arena_has_to_spare() -> None:
         return [case(world, OPS[0], rows, 16, k, "fused", calls=2) for rows, k in (((2, 2), 4096), ((2, 1), 5120))]
 
     assert max(max(e) for e in emulate(rank, 2)) < 5e-3
+
+
+@pytest.mark.parametrize("scaling", ["", "row"])
+def test_the_gathered_rows_are_copied_from_one_half_of_the_arena(scaling: str) -> None:
+    """While a rank copies its gathered rows, a rank in the next op's call already writes to the other half."""
+    tokens = 20
+
+    def rank(world: weft.World) -> list[float]:
+        x, w = draw(world.rank, tokens, 64), draw(9, 32, 64)
+        w13 = weft.moe.pack(draw(10 + world.rank, 4, 64, 64), world=world)
+        ids = torch.arange(2 * tokens, dtype=torch.int32).view(tokens, 2) % 4
+        errors = []
+        for call in range(3):
+            if scaling:
+                errors.append(all_gather_case(world, (tokens, tokens), 32, 128, scaling, seed=call))
+            else:
+                _, gathered = weft.all_gather_matmul_with_gathered(x + call, w, world=world, plan="fused")
+                wanted = torch.cat([draw(source, tokens, 64) + call for source in range(world.size)])
+                errors.append(float((gathered - wanted).abs().max()))
+            weights = torch.ones(tokens, 2)
+            weft.all_gather_grouped_matmul(x, ids, weights, w13, world=world, plan="dispatched")
+        return errors
+
+    assert max(max(errors) for seed in range(3) for errors in emulate(rank, 2, seed)) < 5e-3
 
 
 def test_a_sum_of_2_31_elements_is_not_empty() -> None:

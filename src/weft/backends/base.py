@@ -32,9 +32,9 @@ from ..kernel_launch import Launch, Moved
 from ..lang.jit import Options
 from ..residency import Ledgers, Notes
 from ..scale import Scale
+from ..symmetric import Reads, outlives_call
 from ..symmetric import Stream as Stream
 from ..symmetric import SymmetricTensor as SymmetricTensor
-from ..symmetric import outlives_call
 from ..timing import Clock
 from .library_gemm import linear
 from .nodes import why_no_levels
@@ -366,11 +366,10 @@ class Backend(ABC):
         """Block the stream until int32 [1] `word` >= int32 [1] device tensor `value` (acquire)."""
 
     @abstractmethod
-    def call(
-        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
-    ) -> None:
+    def call(self, fn: Callable[[], object], reads: Reads, writes: Sequence[torch.Tensor], stream: Stream) -> None:
         """Enqueue work of a library such as cuBLAS on a stream. `fn` enqueues work that accesses only `reads` and
-        `writes`."""
+        `writes`. A function among the reads returns a tensor that depends on the device's values. Only the emulator
+        calls this function, when the work runs."""
 
     def results(
         self,

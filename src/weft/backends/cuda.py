@@ -39,7 +39,7 @@ from ..lang.intrinsics import CALL, DIFFERS, GUARD_WORDS, NUMBER_BITS, RECORD_WO
 from ..lang.jit import Options
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
-from ..symmetric import outlives_call
+from ..symmetric import Reads, outlives_call
 from ..timing import cuda_clock
 from . import nodes, shared_gpu
 from .barrier import wait_word
@@ -344,7 +344,7 @@ class GpuBackend(Backend):
     def call(
         self,
         fn: Callable[[], object],
-        reads: Sequence[torch.Tensor],
+        reads: Reads,
         writes: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> None:

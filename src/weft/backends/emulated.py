@@ -33,7 +33,7 @@ from ..lang.intrinsics import GUARD_WORDS
 from ..lang.jit import Options, check_launch
 from ..residency import Ledgers, Notes, Noting, ResidentPrograms, SMs
 from ..scale import Scale
-from ..symmetric import check_memory, check_tensors
+from ..symmetric import Reads, check_memory, check_tensors
 from . import barrier
 from .base import (
     Arguments,
@@ -331,13 +331,13 @@ class EmulatedBackend(Backend):
     def call(
         self,
         fn: Callable[[], object],
-        reads: Sequence[torch.Tensor],
+        reads: Reads,
         writes: Sequence[torch.Tensor],
         stream: EmulatedStream,
     ) -> None:
         if not callable(fn):
             raise TypeError(f"World.call takes a function that enqueues the library's work, not {type(fn).__name__}")
-        check_tensors("World.call", *reads, *writes)
+        check_tensors("World.call", *[t for t in reads if not callable(t)], *writes)
         self.machine.streams.call(fn, reads, writes, _stream(stream))
 
     def stream_barrier(self, stream: EmulatedStream) -> None:

@@ -27,7 +27,7 @@ from ..kernel_launch import Launch, Moved
 from ..lang.intrinsics import GUARD_WORDS
 from ..lang.jit import Options
 from ..scale import SMALL, Scale
-from ..symmetric import check_memory
+from ..symmetric import Reads, check_memory
 from .base import (
     Arguments,
     Backend,
@@ -195,9 +195,7 @@ class GlooBackend(Backend):
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
         raise Unsupported(f"a wait for a peer: {self.symmetric_unsupported}")
 
-    def call(
-        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
-    ) -> None:
+    def call(self, fn: Callable[[], object], reads: Reads, writes: Sequence[torch.Tensor], stream: Stream) -> None:
         fn()
 
     # -- collectives -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import Mismatch
 from ..lang.channel import CALLS, DONE, BlockChannel
+from ..symmetric import Reads
 from . import interpret
 from .bounds import Extent
 from .memory import MAYBE_UNWRITTEN, READ, WRITE
@@ -429,14 +430,14 @@ class Streams:
     def call(
         self,
         fn: Callable[[], object],
-        reads: Sequence[torch.Tensor],
+        reads: Reads,
         writes: Sequence[torch.Tensor],
         stream: EmulatedStream,
     ) -> None:
-        """Enqueue a library call that reads and writes these tensors."""
+        """Enqueue a library call that reads and writes these tensors (`Backend.call`)."""
         fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
-            self.track("", t, stream.rank)
+            self.track("", t, stream.rank)  # a function has no memory to register yet
         name = getattr(fn, "__name__", "call")
         counted = CountedWrites(writes)
 
@@ -445,7 +446,8 @@ class Streams:
             start = task.time
             self.machine.pause()
             self._wait_for_free_sm(stream, name)
-            for t in reads:
+            read = [t() if callable(t) else t for t in reads]
+            for t in read:
                 self.access_all(t, READ)
             with counted.kept():
                 fn()
@@ -453,7 +455,7 @@ class Streams:
                 self.access_all(t, WRITE)
                 self.changed(t)
             start = task.time = max(start, self.calls_end[stream.rank])  # a library call uses all SMs
-            self.calls_end[stream.rank] = task.time = start + self._call_time(reads, writes)
+            self.calls_end[stream.rank] = task.time = start + self._call_time(read, writes)
             self.machine.pause()
             self.machine.span(task, name, "call", start)
 

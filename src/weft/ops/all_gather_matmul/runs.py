@@ -336,11 +336,14 @@ def _copy_of_half(
         def select() -> object:
             return torch.index_select(rows, 0, numbers + epoch % 2 * half_rows, out=gathered.view(torch.int16))
 
-        world.call(select, [rows], [gathered], stream)
+        # The next op's call may already write the other half.
+        read = [lambda: rows[int(epoch) % 2 * half_rows :][:m]]
+        world.call(select, read, [gathered], stream)
         if not columns:
             return GatheredRows(gathered)
         scales = world.empty((m, columns), torch.float32)
-        world.call(lambda: scales.copy_(torch.where(epoch % 2 == 1, halves[1], halves[0])), halves, [scales], stream)
+        read = [lambda: halves[int(epoch) % 2]]
+        world.call(lambda: scales.copy_(torch.where(epoch % 2 == 1, halves[1], halves[0])), read, [scales], stream)
         return GatheredRows(gathered, scales)
 
     return copy
