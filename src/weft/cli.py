@@ -34,7 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
+DEFINES = "A Python file that defines main(world), or main(rank, world_size) as torchrun would run it."
+Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help=DEFINES)]
 ProfileName = Annotated[
     str | None,
     typer.Option(help="A profile's file, or nvidia-h200-x2 or -x4, which weft ships. Default: this machine's."),
@@ -196,13 +197,10 @@ def _compile(ran: Ran, capability: int) -> None:
 @app.command()
 def trace(
     target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FILE[:FUNCTION]]", help="A Python file that defines main(world). Default: the demo's layer."
-        ),
+        str | None, typer.Argument(metavar="FILE[:FUNCTION]", help=f"{DEFINES} Default: the demo's layer.")
     ] = None,
-    world: Annotated[int, typer.Option(min=1)] = 4,
-    seed: int = 0,
+    world: Annotated[int, typer.Option("--world", "--ranks", min=1, help="World size.")] = 4,
+    seed: Annotated[int, typer.Option(help="The seed of the schedule.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the timeline to OUT.json and OUT.png.")] = None,
 ) -> None:
     """Show how long the programs of each rank compute and wait in one emulated run, up to the error if the run fails.
@@ -290,9 +288,12 @@ def explain_plan(
 ) -> None:
     """Print the plan that "auto" runs for a size, the reason, and the predicted times of the other plans."""
     from .planner.auto import explain
+    from .planner.profile import ProfileError
 
     try:
         decision = explain(op, m, n, k, mode="eager" if eager else "graph", profile=profile)
+    except ProfileError as error:
+        raise fail(f"{error}; --profile names a profile") from None
     except (WeftError, ValueError) as error:
         raise fail(str(error)) from None
     print_line(escape(str(decision)))
@@ -310,6 +311,7 @@ def simulate_layer(
     profile: ProfileName = None,
 ) -> None:
     """Predict the times of a layer on more or fewer GPUs than were measured."""
+    from .planner.profile import ProfileError
     from .planner.simulate import cluster, nvlink, simulate
 
     try:
@@ -318,6 +320,8 @@ def simulate_layer(
         raise fail(f"{' '.join(size)}: a size is three whole numbers, such as 8192,8192,28672") from None
     try:
         result = simulate(nvlink(gpus) if gpus <= 8 else cluster(gpus), workload, sizes, profile=profile)
+    except ProfileError as error:
+        raise fail(f"{error}; --profile names a profile") from None
     except (WeftError, ValueError) as error:
         raise fail(str(error)) from None
     print_line(escape(str(result)))

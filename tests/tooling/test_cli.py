@@ -76,6 +76,7 @@ def test_doctor_names_the_backend_and_the_reason() -> None:
     result = weft("doctor")
     assert result.exit_code == 0
     assert "emulated" in result.output and torch.__version__ in result.output and "CPU" in result.output
+    assert "cuBLAS" not in result.output, "no GPU calls it"
 
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -366,6 +367,19 @@ def test_a_bound_that_is_no_time_is_refused_by_every_command(monkeypatch: pytest
         assert result.exit_code == 1 and "WEFT_TIMEOUT='abc' must be a number of seconds" in result.output
 
 
+@pytest.mark.parametrize("command", ["check", "trace"])
+def test_help_names_both_forms_of_main(command: str) -> None:
+    output = weft(command, "--help").output
+    assert "main(world), or main(rank, world_size)" in output and "[[" not in output
+
+
+@pytest.mark.parametrize("command", ["check --seeds 1 --no-compile", "trace"])
+def test_check_and_trace_accept_ranks_for_world(kernel, command: str) -> None:
+    name, *options = command.split()
+    result = weft(name, kernel(), *options, "--ranks", "2")
+    assert result.exit_code == 0 and "rank 2:" not in result.output and "with 3 ranks" not in result.output
+
+
 def test_trace_leaves_no_file_unasked(kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = kernel()
     (tmp_path / "empty").mkdir()
@@ -439,6 +453,13 @@ def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.Mo
 def test_doctor_offers_to_share_one_gpu() -> None:
     backend, why = doctor._verdict(1)
     assert backend == "cuda" and 'backend="shared"' in why and "WEFT_SHARE_GPU=1" in why
+
+
+@no_gpu
+@pytest.mark.parametrize("call", ["explain matmul_all_reduce 8 4096 4096", "simulate mlp 8192,8192,28672"])
+def test_without_a_gpu_the_planner_names_the_option_for_a_profile(call: str) -> None:
+    result = weft(*call.split())
+    assert result.exit_code == 1 and "nvidia-h200-x4; --profile names a profile" in " ".join(result.output.split())
 
 
 def test_explain_and_simulate() -> None:
