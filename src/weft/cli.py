@@ -60,6 +60,13 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def explain_missing_gpu(error: Exception) -> None:
+    """Print what to change if torch raised the error because `main(world)` requested a GPU. Torch's message only
+    says to install a driver, or a different torch."""
+    if any(text in str(error) for text in ("Found no NVIDIA driver", "Torch not compiled with CUDA enabled")):
+        print_line('Emulated ranks need no GPU: in main(world), create tensors with device=world.device, not "cuda".')
+
+
 def check_folder(path: Path) -> None:
     """Fail early if the folder of an output file does not exist."""
     if not path.parent.is_dir():
@@ -164,6 +171,7 @@ def check(
             print_line(
                 f"[bold red]{type(finding).__name__}[/] with {size} ranks, seed {number}:\n{escape(str(finding))}"
             )
+            explain_missing_gpu(finding)
             again = f"weft check {shlex.quote(target)} --world {size} --seed {number} --seeds 1"
             print_line(f"The same again: {escape(again)}")
             raise typer.Exit(1)
@@ -232,6 +240,7 @@ def trace(
     if failure is not None:
         if not isinstance(failure, WeftError):
             print_line(escape("".join(traceback.format_exception(failure))))
+        explain_missing_gpu(failure)
         raise fail(f"{type(failure).__name__}: {failure}")
 
 

@@ -241,6 +241,17 @@ def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
         assert "clean" not in result.output
 
 
+@no_gpu
+@pytest.mark.parametrize("command", ["check", "trace"])
+def test_a_tensor_on_cuda_in_main_is_explained(command: str, tmp_path: Path) -> None:
+    """The line follows torch's message alone, not other errors."""
+    path = tmp_path / "gpu.py"
+    for body, lines in (("torch.zeros(4, device='cuda')", 1), ("1 / 0", 0)):
+        path.write_text(f"import torch\n\n\ndef main(world):\n    {body}\n")
+        result = weft(command, path, "--world", 2)
+        assert result.exit_code == 1 and result.output.count("with device=world.device") == lines, result.output
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.execlp('true', 'true')"])
 def test_check_does_not_pass_a_file_that_ends_the_process(tmp_path: Path, end: str) -> None:
     path = tmp_path / "file.py"
