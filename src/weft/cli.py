@@ -73,6 +73,19 @@ def check_folder(path: Path) -> None:
         raise fail(f"{path.parent}: no such folder")
 
 
+def check_picture(path: Path) -> Path:
+    """Return the path of a picture, with .png if it has no suffix. Fail early if no picture can be written there."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_folder(path)
+    if path.is_dir():
+        raise fail(f"{path} is a folder: name a file in it")
+    path = path if path.suffix else path.with_suffix(".png")
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise fail(f"{path}: {path.suffix} is not a format of pictures: use .png, .svg or .pdf")
+    return path
+
+
 def _print_version(asked: bool) -> None:
     if asked:
         print_line(metadata.version("weft"))
@@ -123,10 +136,10 @@ def demo(
     """Run and draw a tensor-parallel MLP with and without overlap: on all GPUs, or without GPUs in the emulator."""
     from .demo import run
 
-    check_folder(out)
+    picture = check_picture(out)
     try:
         with progress() as bar:
-            result = run(out, bar)
+            result = run(picture, bar)
     except WeftError as error:
         raise fail(str(error)) from None
     console.print(result.table)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import weft as package
@@ -20,6 +21,7 @@ from weft import doctor
 from weft.architectures import Features
 from weft.check import offline
 from weft.cli import app
+from weft.demo import DemoResult
 
 no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
 
@@ -121,6 +123,7 @@ version = metadata.version
 metadata.version = lambda name: version("no such package" if name == "greenlet" else name)
 sys.modules["greenlet"] = None  # an import of it fails
 from weft.cli import app
+from weft.demo import DemoResult
 
 app(sys.argv[1:])
 """
@@ -332,6 +335,25 @@ def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("weft.demo.run", lambda picture, bar: pytest.fail("ran"))
     result = weft("demo", "--out", tmp_path / "none" / "demo.png")
     assert result.exit_code == 1 and "no such folder" in result.output
+
+
+@pytest.mark.parametrize(("name", "reason"), [("demo.xyz", ".xyz is not a format of pictures"), (".", "is a folder")])
+def test_demo_refuses_a_file_that_cannot_be_a_picture_before_it_runs(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.demo.run", lambda picture, bar: pytest.fail("ran"))
+    result = weft("demo", "--out", tmp_path / name)
+    assert result.exit_code == 1 and reason in result.output
+
+
+@pytest.mark.parametrize(("name", "written"), [("demo", "demo.png"), ("demo.svg", "demo.svg")])
+def test_demo_names_the_file_that_it_writes(
+    name: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """matplotlib appends a suffix to a name without one."""
+    monkeypatch.setattr("weft.demo.run", lambda picture, bar: DemoResult(Table(), [picture.name]))
+    result = weft("demo", "--out", tmp_path / name)
+    assert result.exit_code == 0 and result.output.splitlines()[-1] == written
 
 
 def test_a_hanging_tool_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
