@@ -14,7 +14,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-import pytorch_lightning as pl  # pip install "weft[lightning]"
+import pytorch_lightning as pl  # pip install ".[lightning]"
 import torch
 import torch.multiprocessing as mp
 from pytorch_lightning.strategies import ModelParallelStrategy

@@ -34,7 +34,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 console = Console()
-Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
+DEFINES = "A Python file that defines main(world), or main(rank, world_size) as torchrun would run it."
+Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help=DEFINES)]
 ProfileName = Annotated[
     str | None,
     typer.Option(help="A profile's file, or nvidia-h200-x2 or -x4, which weft ships. Default: this machine's."),
@@ -59,10 +60,30 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def explain_missing_gpu(error: Exception) -> None:
+    """Print what to change if torch raised the error because `main(world)` requested a GPU. Torch's message only
+    says to install a driver, or a different torch."""
+    if any(text in str(error) for text in ("Found no NVIDIA driver", "Torch not compiled with CUDA enabled")):
+        print_line('Emulated ranks need no GPU: in main(world), create tensors with device=world.device, not "cuda".')
+
+
 def check_folder(path: Path) -> None:
     """Fail early if the folder of an output file does not exist."""
     if not path.parent.is_dir():
         raise fail(f"{path.parent}: no such folder")
+
+
+def check_picture(path: Path) -> Path:
+    """Return the path of a picture, with .png if it has no suffix. Fail early if no picture can be written there."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    check_folder(path)
+    if path.is_dir():
+        raise fail(f"{path} is a folder: name a file in it")
+    path = path if path.suffix else path.with_suffix(".png")
+    if path.suffix[1:].lower() not in FigureCanvasBase.get_supported_filetypes():
+        raise fail(f"{path}: {path.suffix} is not a format of pictures: use .png, .svg or .pdf")
+    return path
 
 
 def _print_version(asked: bool) -> None:
@@ -115,10 +136,10 @@ def demo(
     """Run and draw a tensor-parallel MLP with and without overlap: on all GPUs, or without GPUs in the emulator."""
     from .demo import run
 
-    check_folder(out)
+    picture = check_picture(out)
     try:
         with progress() as bar:
-            result = run(out, bar)
+            result = run(picture, bar)
     except WeftError as error:
         raise fail(str(error)) from None
     console.print(result.table)
@@ -163,6 +184,7 @@ def check(
             print_line(
                 f"[bold red]{type(finding).__name__}[/] with {size} ranks, seed {number}:\n{escape(str(finding))}"
             )
+            explain_missing_gpu(finding)
             again = f"weft check {shlex.quote(target)} --world {size} --seed {number} --seeds 1"
             print_line(f"The same again: {escape(again)}")
             raise typer.Exit(1)
@@ -196,13 +218,10 @@ def _compile(ran: Ran, capability: int) -> None:
 @app.command()
 def trace(
     target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[FILE[:FUNCTION]]", help="A Python file that defines main(world). Default: the demo's layer."
-        ),
+        str | None, typer.Argument(metavar="FILE[:FUNCTION]", help=f"{DEFINES} Default: the demo's layer.")
     ] = None,
-    world: Annotated[int, typer.Option(min=1)] = 4,
-    seed: int = 0,
+    world: Annotated[int, typer.Option("--world", "--ranks", min=1, help="World size.")] = 4,
+    seed: Annotated[int, typer.Option(help="The seed of the schedule.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Write the timeline to OUT.json and OUT.png.")] = None,
 ) -> None:
     """Show how long the programs of each rank compute and wait in one emulated run, up to the error if the run fails.
@@ -234,6 +253,7 @@ def trace(
     if failure is not None:
         if not isinstance(failure, WeftError):
             print_line(escape("".join(traceback.format_exception(failure))))
+        explain_missing_gpu(failure)
         raise fail(f"{type(failure).__name__}: {failure}")
 
 
@@ -290,9 +310,12 @@ def explain_plan(
 ) -> None:
     """Print the plan that "auto" runs for a size, the reason, and the predicted times of the other plans."""
     from .planner.auto import explain
+    from .planner.profile import ProfileError
 
     try:
         decision = explain(op, m, n, k, mode="eager" if eager else "graph", profile=profile)
+    except ProfileError as error:
+        raise fail(f"{error}; --profile names a profile") from None
     except (WeftError, ValueError) as error:
         raise fail(str(error)) from None
     print_line(escape(str(decision)))
@@ -310,6 +333,7 @@ def simulate_layer(
     profile: ProfileName = None,
 ) -> None:
     """Predict the times of a layer on more or fewer GPUs than were measured."""
+    from .planner.profile import ProfileError
     from .planner.simulate import cluster, nvlink, simulate
 
     try:
@@ -318,6 +342,8 @@ def simulate_layer(
         raise fail(f"{' '.join(size)}: a size is three whole numbers, such as 8192,8192,28672") from None
     try:
         result = simulate(nvlink(gpus) if gpus <= 8 else cluster(gpus), workload, sizes, profile=profile)
+    except ProfileError as error:
+        raise fail(f"{error}; --profile names a profile") from None
     except (WeftError, ValueError) as error:
         raise fail(str(error)) from None
     print_line(escape(str(result)))

@@ -42,7 +42,7 @@ def examine(measure: bool) -> tuple[dict[str, list[tuple[str, str]]], str, str]:
     if gpus:
         sections["GPUs"] = _gpus(gpus)
     sections["GEMM"] = [
-        ("libraries", "cuBLAS"),
+        ("libraries", "cuBLAS" if gpus else "torch's for CPUs"),
         ("quack", quack.lacks() or f"{quack.installed()}, by measurement"),
     ]
     sections["attention"] = _attention()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import weft as package
@@ -20,6 +21,7 @@ from weft import doctor
 from weft.architectures import Features
 from weft.check import offline
 from weft.cli import app
+from weft.demo import DemoResult
 
 no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
 
@@ -76,6 +78,7 @@ def test_doctor_names_the_backend_and_the_reason() -> None:
     result = weft("doctor")
     assert result.exit_code == 0
     assert "emulated" in result.output and torch.__version__ in result.output and "CPU" in result.output
+    assert "cuBLAS" not in result.output, "no GPU calls it"
 
 
 TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
@@ -120,6 +123,7 @@ version = metadata.version
 metadata.version = lambda name: version("no such package" if name == "greenlet" else name)
 sys.modules["greenlet"] = None  # an import of it fails
 from weft.cli import app
+from weft.demo import DemoResult
 
 app(sys.argv[1:])
 """
@@ -240,6 +244,17 @@ def test_check_fails_without_a_kernel_run(tmp_path: Path) -> None:
         assert "clean" not in result.output
 
 
+@no_gpu
+@pytest.mark.parametrize("command", ["check", "trace"])
+def test_a_tensor_on_cuda_in_main_is_explained(command: str, tmp_path: Path) -> None:
+    """The line follows torch's message alone, not other errors."""
+    path = tmp_path / "gpu.py"
+    for body, lines in (("torch.zeros(4, device='cuda')", 1), ("1 / 0", 0)):
+        path.write_text(f"import torch\n\n\ndef main(world):\n    {body}\n")
+        result = weft(command, path, "--world", 2)
+        assert result.exit_code == 1 and result.output.count("with device=world.device") == lines, result.output
+
+
 @pytest.mark.parametrize("end", ["os._exit(0)", "os.execlp('true', 'true')"])
 def test_check_does_not_pass_a_file_that_ends_the_process(tmp_path: Path, end: str) -> None:
     path = tmp_path / "file.py"
@@ -322,6 +337,25 @@ def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.Monk
     assert result.exit_code == 1 and "no such folder" in result.output
 
 
+@pytest.mark.parametrize(("name", "reason"), [("demo.xyz", ".xyz is not a format of pictures"), (".", "is a folder")])
+def test_demo_refuses_a_file_that_cannot_be_a_picture_before_it_runs(
+    name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.demo.run", lambda picture, bar: pytest.fail("ran"))
+    result = weft("demo", "--out", tmp_path / name)
+    assert result.exit_code == 1 and reason in result.output
+
+
+@pytest.mark.parametrize(("name", "written"), [("demo", "demo.png"), ("demo.svg", "demo.svg")])
+def test_demo_names_the_file_that_it_writes(
+    name: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """matplotlib appends a suffix to a name without one."""
+    monkeypatch.setattr("weft.demo.run", lambda picture, bar: DemoResult(Table(), [picture.name]))
+    result = weft("demo", "--out", tmp_path / name)
+    assert result.exit_code == 0 and result.output.splitlines()[-1] == written
+
+
 def test_a_hanging_tool_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*a: object, **options: object) -> None:
         raise subprocess.TimeoutExpired("nvidia-smi", 60)
@@ -364,6 +398,19 @@ def test_a_bound_that_is_no_time_is_refused_by_every_command(monkeypatch: pytest
     for command in (["doctor", "--quick"], ["check", "file.py"]):
         result = weft(*command)
         assert result.exit_code == 1 and "WEFT_TIMEOUT='abc' must be a number of seconds" in result.output
+
+
+@pytest.mark.parametrize("command", ["check", "trace"])
+def test_help_names_both_forms_of_main(command: str) -> None:
+    output = weft(command, "--help").output
+    assert "main(world), or main(rank, world_size)" in output and "[[" not in output
+
+
+@pytest.mark.parametrize("command", ["check --seeds 1 --no-compile", "trace"])
+def test_check_and_trace_accept_ranks_for_world(kernel, command: str) -> None:
+    name, *options = command.split()
+    result = weft(name, kernel(), *options, "--ranks", "2")
+    assert result.exit_code == 0 and "rank 2:" not in result.output and "with 3 ranks" not in result.output
 
 
 def test_trace_leaves_no_file_unasked(kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,6 +486,13 @@ def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.Mo
 def test_doctor_offers_to_share_one_gpu() -> None:
     backend, why = doctor._verdict(1)
     assert backend == "cuda" and 'backend="shared"' in why and "WEFT_SHARE_GPU=1" in why
+
+
+@no_gpu
+@pytest.mark.parametrize("call", ["explain matmul_all_reduce 8 4096 4096", "simulate mlp 8192,8192,28672"])
+def test_without_a_gpu_the_planner_names_the_option_for_a_profile(call: str) -> None:
+    result = weft(*call.split())
+    assert result.exit_code == 1 and "nvidia-h200-x4; --profile names a profile" in " ".join(result.output.split())
 
 
 def test_explain_and_simulate() -> None:
