@@ -21,7 +21,7 @@ import weft.lang as wl
 from weft import World, check
 from weft.architectures import capability_of
 from weft.check.offline import refusal
-from weft.check.ptx import broken_kernel_rules, broken_rules, steps_of
+from weft.check.ptx import blocks_of, broken_kernel_rules, broken_rules, paths, steps_of
 from weft.errors import WeftError
 
 
@@ -330,3 +330,15 @@ def test_one_line_before_and_after_a_wait_is_two_loads() -> None:
     for behind in (20, None):  # either the first line also occurs later, or the load has no known caller
         (wrong,) = broken_kernel_rules(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
         assert wrong.startswith("acquire: may be loaded before the wait"), behind
+
+
+@pytest.mark.parametrize("has_else", [False, True])
+def test_an_edge_is_ignored_only_if_it_skips_a_wait(has_else: bool) -> None:
+    """A branch to the second half of an if is an edge of its own, although the first half is a wait."""
+    leave = "\tbra.uni $L__BB0_2;\n" if has_else else ""
+    code = ".visible .entry kernel()\n{\n\t@%p1 bra $L__BB0_1;\n\tld.acquire.gpu.b32 %r1, [%rd1];\n" + leave
+    code += "$L__BB0_1:\n\tst.global.b32 [%rd2], %r2;\n$L__BB0_2:\n\tret;\n}\n"
+    blocks = blocks_of(code)
+    assert blocks["entry"].after == ["$L__BB0_1", "entry+"]
+    assert paths(blocks)["entry"] == (["$L__BB0_1", "entry+"] if has_else else ["entry+"])
+    assert broken_rules(code) == []
