@@ -430,6 +430,28 @@ def test_atomics_add_in_every_type(dtype: torch.dtype) -> None:
     torch.testing.assert_close(before[4:8], (kept.double().sum(0) + kept[0].double()).to(dtype))
 
 
+@weft.jit
+def exchanged(words, values, before, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    old = tl.atomic_xchg(words + lane, tl.load(values + lane), mask=lane < N - 4)
+    tl.store(before + lane, old, mask=lane < N - 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
+def test_atomics_exchange_floats_and_integers(dtype: torch.dtype) -> None:
+    values = torch.arange(N).to(dtype) + (0.5 if dtype.is_floating_point else 0)
+
+    def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
+        words, before = torch.full((N,), 7, dtype=dtype), torch.zeros(N, dtype=dtype)
+        world.launch(exchanged, 1, dict(words=words, values=values, before=before, N=N), {}, world.current_stream())
+        world.synchronize()
+        return words, before
+
+    words, before = weft.spmd(main, 1, backend="emulated")[0]
+    assert words.tolist() == values[: N - 4].tolist() + [7] * 4
+    assert before.tolist() == [7] * (N - 4) + [0] * 4
+
+
 # -- casts to and from 8 bits -------------------------------------------------------------------------------------------
 
 ALL_16 = np.arange(2**16, dtype=np.uint32).astype(np.uint16)

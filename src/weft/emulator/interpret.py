@@ -519,6 +519,8 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), _dense(val), _dense(mask), sem, scope)
         if val.dtype.scalar == tl.bfloat16:
             do = functools.partial(_atomic_bf16, _enum(op), ptr, val, mask)
+        elif _enum(op) == "XCHG" and val.data.dtype.kind == "f":  # Triton's interpreter exchanges integers only
+            do = functools.partial(_exchange_floats, do.func, op, _plain(ptr), _dense(val), _dense(mask), sem, scope)
         return hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_cas(
@@ -690,6 +692,14 @@ def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHand
             old, added = (TensorHandle(np.array([bits], np.uint16), tl.bfloat16) for bits in (word.value, values[i]))
             word.value = int(builder.create_fadd(old, added).data[0] if op == "FADD" else values[i])
     return TensorHandle(before, tl.bfloat16)
+
+
+def _exchange_floats(
+    exchange: Function, op: object, ptr: TensorHandle, val: TensorHandle, *rest: object
+) -> TensorHandle:
+    """Exchange the bits of numbers in memory; return the previous numbers."""
+    before = exchange(op, ptr, TensorHandle(val.data.view(f"u{val.data.itemsize}"), val.dtype), *rest)
+    return TensorHandle(before.data.view(val.data.dtype), val.dtype.scalar)
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
