@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from tests.check import symmetric_kernels
 from tests.check.symmetric_kernels import Memory, same, thread_number
 from weft.check import load, search
+from weft.check.torch_ranks.ranks import untracked
 from weft.cli import app
 from weft.errors import Deadlock, Race, Unsupported
 from weft_pytest import emulated_ranks  # noqa: F401  (the fixture, also where weft is not installed anew)
@@ -83,6 +84,10 @@ def random_numbers(rank: int, world_size: int) -> None:
     generator = torch.Generator("cuda")
     assert isinstance(generator, torch.Generator) and generator.device.type == "cuda"
     drawn = []
+    with untracked():
+        of_torch = torch.Generator().manual_seed(3)
+        torch.randn(N, generator=of_torch)
+        numbers_of_torch = torch.rand(N, generator=of_torch)
     for _ in range(2):
         torch.manual_seed(3)
         generator.manual_seed(4)
@@ -91,6 +96,7 @@ def random_numbers(rank: int, world_size: int) -> None:
             torch.randn(N, device="cuda", generator=generator),
             torch.empty(N, device="cuda").normal_(generator=generator),
         )
+        assert of_rank[1].tolist() == numbers_of_torch.tolist()
         drawn.append((*of_rank, *of_generator, torch.randperm(N, generator=torch.Generator().manual_seed(5))))
     for draw, draw_again in zip(*drawn, strict=True):
         assert torch.equal(draw, draw_again)

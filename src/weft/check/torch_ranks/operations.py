@@ -20,6 +20,7 @@ from .ranks import Rank, current_rank, next_state, untracked, with_random_number
 Operator: TypeAlias = Any  # an operator that torch dispatches, or an argument or result of one
 Operands: TypeAlias = tuple[Operator, ...]
 Keywords: TypeAlias = dict[str, Operator]
+RandomState: TypeAlias = Callable[[], torch.Tensor]  # returns the state in which an operation draws random numbers
 
 CPU = torch.device("cpu")
 _REFUSED = {"set_", "resize_", "resize_as_"}
@@ -103,21 +104,27 @@ class Operations(TorchDispatchMode):
                 if _shares_memory(out, args, kwargs):
                     return out  # otherwise the operation was a copy
             operation = TorchOperation.from_call(func, args, kwargs)
+
+            def draw() -> object:
+                other_args, other_kwargs = tree_map_only(torch.Tensor, torch.empty_like, (args, kwargs))
+                return func(*other_args, **other_kwargs)
+
+            numbers = functools.partial(next_state, generator, None if operation.reads else draw)
             if operation.returns_numbers:
-                return self._value(func, operation, args, kwargs, generator)
+                return self._value(func, operation, args, kwargs, numbers)
             try:
                 shapes = self._shapes(func, args, kwargs)
             except NotImplementedError:  # torch cannot compute the shapes without the values
-                return self._value(func, operation, args, kwargs, generator)
-            return self._enqueued(func, operation, args, kwargs, shapes, generator)
+                return self._value(func, operation, args, kwargs, numbers)
+            return self._enqueued(func, operation, args, kwargs, shapes, numbers)
 
     def _value(
-        self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords, generator: torch.Generator
+        self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords, numbers: RandomState
     ) -> object:
         """Run an operation whose value the host needs, after the stream has reached it."""
         result: list[object] = []
         stream = self.rank.stream()
-        self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream, generator)
+        self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream, numbers)
         self.rank.wait_for(stream)
         return result[0]
 
@@ -128,7 +135,7 @@ class Operations(TorchDispatchMode):
         args: Operands,
         kwargs: Keywords,
         shapes: object,
-        generator: torch.Generator,
+        numbers: RandomState,
     ) -> object:
         """Enqueue an operation whose results have these shapes, and return them."""
         reads, writes, _ = operation
@@ -158,7 +165,7 @@ class Operations(TorchDispatchMode):
             for memory, value in zip(fresh, values if fresh else (), strict=True):
                 memory.copy_(value)
 
-        self._run(run, func, reads, [*writes, *fresh], self.rank.stream(), generator)
+        self._run(run, func, reads, [*writes, *fresh], self.rank.stream(), numbers)
         return tree_unflatten(results, spec)
 
     def _run(
@@ -168,12 +175,12 @@ class Operations(TorchDispatchMode):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         stream: EmulatedStream,
-        generator: torch.Generator,
+        numbers: RandomState,
     ) -> None:
         def enqueue() -> None:
             named: functools.partial[object] = functools.partial(run)
             if torch.Tag.nondeterministic_seeded in func.tags:
-                named = functools.partial(with_random_numbers, next_state(generator), run)
+                named = functools.partial(with_random_numbers, numbers(), run)
             named.__name__ = func._schema.name  # type: ignore[attr-defined]
             self.rank.streams.call(named, reads, writes, stream)
 

@@ -60,12 +60,16 @@ class Rank:
         self.allocated.clear()
 
 
-def next_state(generator: torch.Generator) -> torch.Tensor:
-    """Return a generator's state, and give the generator a new one. The host calls this when it enqueues an operation,
-    because the host may seed the generator again before the stream runs the operation."""
+def next_state(generator: torch.Generator, draw: Callable[[], object] | None) -> torch.Tensor:
+    """Return a generator's state, and give the generator its next state. The host calls this when it enqueues an
+    operation, because the host may seed the generator again before the stream runs the operation. draw: runs the
+    operation on other memory; None if the operation reads tensors, after which the next state differs from torch's."""
     with untracked():
         state = generator.get_state()
-        generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        if draw is None:
+            generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        else:
+            with_random_numbers(state, lambda: (draw(), generator.set_state(torch.default_generator.get_state())))
         return state
 
 
