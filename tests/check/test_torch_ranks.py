@@ -119,10 +119,28 @@ def test_random_numbers_depend_on_what_the_host_did_before_it_drew_them(main):
     assert checked(main, seeds=8) is None
 
 
-def test_a_file_may_seed_torch_when_it_is_loaded(tmp_path):
-    file = tmp_path / "seeded.py"
-    file.write_text("import torch\n\ntorch.manual_seed(0)\n\n\ndef main(rank, world_size):\n    pass\n")
+@pytest.mark.parametrize(
+    "line", ["torch.manual_seed(0)", "DEVICE = triton.runtime.driver.active.get_active_torch_device()"]
+)
+def test_a_file_may_seed_torch_and_name_the_device_when_it_is_loaded(tmp_path, line):
+    file = tmp_path / "loaded.py"
+    file.write_text(f"import torch\nimport triton\n\n{line}\n\n\ndef main(rank, world_size):\n    pass\n")
     assert callable(load(str(file)))
+
+
+def tools(rank: int, world_size: int) -> None:
+    active = triton.runtime.driver.active
+    assert active.get_current_target().backend == "cuda" and active.get_active_torch_device().index == rank
+    assert active.utils.get_device_properties(rank)["multiprocessor_count"] > 0
+    torch.cuda.reset_peak_memory_stats()
+    with torch.cuda.nvtx.range("a name"):
+        add_kernel[(1,)](torch.zeros(N, device="cuda"), 1.0, N)
+
+
+def test_programs_may_use_tools_that_have_no_effect_here():
+    before = vars(triton.runtime.driver)["_active"]
+    assert checked(tools) is None
+    assert vars(triton.runtime.driver)["_active"] is before
 
 
 def printed(rank: int, world_size: int) -> None:

@@ -243,9 +243,12 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         manual_seed=_seed,
         manual_seed_all=_seed,
         _sleep=lambda cycles: None,
+        reset_peak_memory_stats=lambda device=None: None,
     )
     for name, value in functions.items():
         yield torch.cuda, name, value
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+        yield torch.cuda.nvtx, name, lambda *_: 0
     same_as_of_cuda = dict(current_device_index="current_device", set_device_index="set_device")
     for name in ("is_available", "device_count", "synchronize", "current_stream", "set_stream"):
         same_as_of_cuda[name] = name
