@@ -524,6 +524,11 @@ class Builder(stock.InterpreterBuilder):
     def create_barrier(self) -> None:
         hooks.flush_stores(bulk=False)
 
+    def create_grid_dependency_wait(self) -> None:
+        """Do nothing, as for `griddepcontrol.wait`: a kernel starts when the kernel before it has ended."""
+
+    create_grid_dependency_launch_dependents = create_grid_dependency_wait  # Triton has both operations since 3.9
+
     def create_print(self, prefix: str, hex: bool, values: list[TensorHandle], _: object) -> None:
         for value in values:
             data, style = _f32(value), None
