@@ -79,7 +79,8 @@ with-pip: install
 
 with-newest: install
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/emulator/test_triton.py tests/emulator/test_emulator.py \
-	  tests/emulator/test_lang.py tests/emulator/test_mapping.py tests/emulator/test_machine.py
+	  tests/emulator/test_lang.py tests/emulator/test_mapping.py tests/emulator/test_machine.py \
+	  tests/check/test_torch_ranks.py
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/offline/test_offline.py -k "float16 or breaks or behind or warp"
 
 pages: install

@@ -5,17 +5,20 @@ calls that are refused.
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
 from typer.testing import CliRunner
 
 from tests.check import symmetric_kernels
 from tests.check.symmetric_kernels import Memory, same, thread_number
-from weft.check import search
+from weft.check import load, search
+from weft.check.torch_ranks.ranks import untracked
 from weft.cli import app
 from weft.errors import Deadlock, Race, Unsupported
 from weft_pytest import emulated_ranks  # noqa: F401  (the fixture, also where weft is not installed anew)
@@ -72,6 +75,82 @@ def graphs(rank: int, world_size: int) -> None:
 
 def test_a_graph_does_what_it_captured_at_each_replay():
     assert checked(graphs) is None
+
+
+def random_numbers(rank: int, world_size: int) -> None:
+    """Seed generators again before their operations have run, and draw in several ways."""
+    x = torch.zeros(N, device="cuda")
+    add_kernel[(1,)](x, 1.0, N)  # the host runs ahead of the kernel
+    generator = torch.Generator("cuda")
+    assert isinstance(generator, torch.Generator) and generator.device.type == "cuda"
+    drawn = []
+    with untracked():
+        of_torch = torch.Generator().manual_seed(3)
+        torch.randn(N, generator=of_torch)
+        numbers_of_torch = torch.rand(N, generator=of_torch)
+    for _ in range(2):
+        torch.manual_seed(3)
+        generator.manual_seed(4)
+        of_rank = torch.randn(N, device="cuda"), torch.empty(N, device="cuda").uniform_(), torch.bernoulli(x / 2)
+        of_generator = (
+            torch.randn(N, device="cuda", generator=generator),
+            torch.empty(N, device="cuda").normal_(generator=generator),
+        )
+        assert of_rank[1].tolist() == numbers_of_torch.tolist()
+        drawn.append((*of_rank, *of_generator, torch.randperm(N, generator=torch.Generator().manual_seed(5))))
+    for draw, draw_again in zip(*drawn, strict=True):
+        assert torch.equal(draw, draw_again)
+    assert not torch.equal(drawn[0][0], torch.randn(N, device="cuda")) and not torch.equal(*drawn[0][3:5])
+
+
+def replayed_random_numbers(rank: int, world_size: int) -> None:
+    add_kernel[(1,)](torch.zeros(N, device="cuda"), 1.0, N)
+    graph, draws = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        x = torch.randn(N, device="cuda")
+    for _ in range(2):
+        graph.replay()
+        draws.append(x.clone())
+    assert not torch.equal(*draws)
+
+
+@pytest.mark.parametrize("main", [random_numbers, replayed_random_numbers])
+def test_random_numbers_depend_on_what_the_host_did_before_it_drew_them(main):
+    assert checked(main, seeds=8) is None
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.manual_seed(0)", "DEVICE = triton.runtime.driver.active.get_active_torch_device()"]
+)
+def test_a_file_may_seed_torch_and_name_the_device_when_it_is_loaded(tmp_path, line):
+    file = tmp_path / "loaded.py"
+    file.write_text(f"import torch\nimport triton\n\n{line}\n\n\ndef main(rank, world_size):\n    pass\n")
+    assert callable(load(str(file)))
+
+
+def tools(rank: int, world_size: int) -> None:
+    active = triton.runtime.driver.active
+    assert active.get_current_target().backend == "cuda" and active.get_active_torch_device().index == rank
+    assert active.utils.get_device_properties(rank)["multiprocessor_count"] > 0
+    torch.cuda.reset_peak_memory_stats()
+    with torch.cuda.nvtx.range("a name"):
+        add_kernel[(1,)](torch.zeros(N, device="cuda"), 1.0, N)
+
+
+def test_programs_may_use_tools_that_have_no_effect_here():
+    before = vars(triton.runtime.driver)["_active"]
+    assert checked(tools) is None
+    assert vars(triton.runtime.driver)["_active"] is before
+
+
+def printed(rank: int, world_size: int) -> None:
+    x = torch.zeros(N, device="cuda")
+    add_kernel[(1,)](x, 1.0, N)
+    assert repr(x[:2]) == str(x[:2]) == f"{x[:2]}" == "tensor([1., 1.])"
+
+
+def test_a_printed_tensor_has_the_values_of_its_stream():
+    assert checked(printed, seeds=8) is None
 
 
 def collectives(rank: int, world_size: int, wait: bool = True) -> None:
@@ -205,7 +284,47 @@ def signals(rank: int, world_size: int, wait_for: int = 1) -> None:
 def test_a_missing_signal_is_a_deadlock():
     assert checked(signals, ranks=3) is None
     error = checked(signals, ranks=3, wait_for=2)
-    assert isinstance(error, Deadlock) and "signal pad" in str(error)
+    assert isinstance(error, Deadlock) and " at ?" not in str(error)
+    assert re.search(r"stream main, wait_signal from rank \d at .*:\d+ polls signal pad\[\d+\] of rank", str(error))
+
+
+@triton.jit
+def announce_kernel(peer_data, peer_flag, flag, data, out, n: tl.constexpr, SEM: tl.constexpr):
+    offsets = tl.arange(0, n)
+    tl.store(peer_data + offsets, 1.0)
+    tl.debug_barrier()
+    tl.atomic_xchg(peer_flag, 1, sem=SEM, scope="sys")
+    while tl.atomic_add(flag, 0, sem="acquire", scope="sys") != 1:
+        pass
+    tl.store(out + offsets, tl.load(data + offsets))
+
+
+def announced(rank: int, world_size: int, sem: str = "release") -> None:
+    data, peer = Memory(rank, world_size, N), (rank + 1) % world_size
+    flags = symm_mem.rendezvous(symm_mem.empty(N, dtype=torch.int32, device="cuda"))
+    flags.tensor.zero_()
+    flags.barrier()
+    buffers = data.handle.get_buffer(peer, (N,), torch.float32), flags.get_buffer(peer, (N,), torch.int32)
+    announce_kernel[(1,)](*buffers, flags.tensor, data.buffer, torch.empty(N, device="cuda"), N, sem)
+
+
+def test_a_relaxed_signal_is_named_as_the_cause():
+    assert checked(announced) is None
+    error = checked(announced, sem="relaxed")
+    assert isinstance(error, Race) and "the first program has made no release so far" in str(error)
+
+
+def polled_flags(rank: int, world_size: int) -> None:
+    Memory(rank, world_size, N)
+    flags = symm_mem.rendezvous(symm_mem.empty(N, dtype=torch.int32, device="cuda"))
+    add_kernel[(1,)](torch.zeros(N, device="cuda"), 1.0, N)
+    if rank == 0:
+        flags.wait_signal(1)
+
+
+def test_reports_number_the_symmetric_tensors():
+    error = checked(polled_flags)
+    assert isinstance(error, Deadlock) and "signal pad 2[1] of rank 0" in str(error)
 
 
 @pytest.mark.parametrize("name", ["send", "init_device_mesh", "scatter"])

@@ -78,6 +78,8 @@ def test_no_torch_mode_outlives_a_rank(failing: bool) -> None:
 READS: dict[str, Callable[[torch.Tensor], list[float]]] = {
     "item": lambda y: [t.item() for t in y],
     "tolist": torch.Tensor.tolist,
+    "repr": lambda y: eval(repr(y), {"tensor": list}),
+    "format": lambda y: eval(f"{y}", {"tensor": list}),
     "numpy": lambda y: y.numpy().tolist(),
     "a view": lambda y: [y[i : i + 1].item() for i in range(16)],
     "a sum": lambda y: [y.sum().item() / 16] * 16,

@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra import cuda, libdevice
 
 import weft
+from weft.errors import MemoryFault
 
 N = 16
 RNG = np.random.default_rng(0)
@@ -228,6 +229,20 @@ CASES |= {
     for name, value in INT_ATOMICS.items()
 }
 CASES["atomic_cas"] = ("a = tl.atomic_cas(ks + at, k * 0 + 3, k * 0 + 50)\ntl.load(ks + at)", np.where(K == 3, 50, K))
+CASES |= {
+    "and": ("((k > 2) and (x < 0)).to(tl.int32)", (K > 2) & (X < 0)),
+    "or of three": ("((k > 5) or (x < 0) or (y < 0)).to(tl.int32)", (K > 5) | (X < 0) | (Y < 0)),
+    "not": ("(not (k > 2)).to(tl.int32)", K <= 2),
+    "and, or, not of scalars": (
+        "n = tl.max(k, 0)\nk + ((n > 0) and not (n < 0)).to(tl.int32) + ((n < 0) or (n > 0)).to(tl.int32)",
+        K + 2,
+    ),
+    "and, or of constants": (
+        "k + (N or 1) + ((N > 0) and 2) + (None or 3) + (0 if None and tl.load(xs + 999) else 4)",
+        K + N + 9,
+    ),
+    "a constant in a condition of tensors": ("((k > 2) and N).to(tl.int32) + (0 or (k > 2)).to(tl.int32)", 2 * (K > 2)),
+}
 DESC = "d = tl.make_tensor_descriptor(ms, [N, N], [N, 1], {block})\n"
 # For each method of a tensor or descriptor that is not a function of the language, and for each operator.
 OTHERS: dict[str, tuple[str, Any]] = {
@@ -371,6 +386,29 @@ def test_a_function_that_does_not_run_is_refused_by_name(kernel_of: Callable[[st
         computed(kernel_of(REFUSED[name]), torch.float32)
 
 
+def test_both_operands_of_and_are_computed(kernel_of: Callable[[str], Any]) -> None:
+    """Triton computes both operands of tensors, so that the first one does not guard a load in the second one."""
+    kernel = kernel_of("n = tl.sum(k * 0, 0)\nwhile n < N and tl.load(xs + n) < 1e9:\n        n += 1\nn")
+    with pytest.raises(MemoryFault, match=rf"read of xs\[{N}\]"):
+        computed(kernel, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("statements", "message"),
+    [
+        ("tl.where(1 < k < 3, 1, 0)", "does not compile a chain of comparisons"),
+        ("if k > 3:\n        k += 1\nk", f"a condition of {N} elements"),
+        ("while k > 3:\n        k -= 1\nk", f"a condition of {N} elements"),
+        ("n = tl.max(k, 0)\n(n and n).to(tl.int32)", "Cannot bitcast"),
+    ],
+)
+def test_conditions_that_triton_does_not_compile_are_refused(
+    kernel_of: Callable[[str], Any], statements: str, message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        computed(kernel_of(statements), torch.int64)
+
+
 def test_a_descriptor_refuses_offsets_of_64_bits(kernel_of: Callable[[str], Any]) -> None:
     kernel = kernel_of(DESC.format(block="[8, N]") + "d.load([tl.sum(k, 0).to(tl.int64), 0]).sum(0)")
     with pytest.raises(AssertionError, match="only support 32 bit"):
@@ -428,6 +466,28 @@ def test_atomics_add_in_every_type(dtype: torch.dtype) -> None:
     kept = values[: N - 4].reshape(-1, 4)
     torch.testing.assert_close(sums, (kept.double().sum(0) * 2).to(dtype))
     torch.testing.assert_close(before[4:8], (kept.double().sum(0) + kept[0].double()).to(dtype))
+
+
+@weft.jit
+def exchanged(words, values, before, N: tl.constexpr):
+    lane = tl.arange(0, N)
+    old = tl.atomic_xchg(words + lane, tl.load(values + lane), mask=lane < N - 4)
+    tl.store(before + lane, old, mask=lane < N - 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
+def test_atomics_exchange_floats_and_integers(dtype: torch.dtype) -> None:
+    values = torch.arange(N).to(dtype) + (0.5 if dtype.is_floating_point else 0)
+
+    def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
+        words, before = torch.full((N,), 7, dtype=dtype), torch.zeros(N, dtype=dtype)
+        world.launch(exchanged, 1, dict(words=words, values=values, before=before, N=N), {}, world.current_stream())
+        world.synchronize()
+        return words, before
+
+    words, before = weft.spmd(main, 1, backend="emulated")[0]
+    assert words.tolist() == values[: N - 4].tolist() + [7] * 4
+    assert before.tolist() == [7] * (N - 4) + [0] * 4
 
 
 # -- casts to and from 8 bits -------------------------------------------------------------------------------------------

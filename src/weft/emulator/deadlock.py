@@ -60,6 +60,8 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
         elif waits.address:
             condition += f", now {machine.peek(waits.address)}"
         lines = _raisers(machine, waits.address, pad) if waits.address else []
+        if task.kind == "stream":  # the name of its operation contains the place
+            return [f"{pad}{machine.owner(task.agent, task.tick).name} {condition}", *lines]
         return [f"{pad}{task.name} {condition} at {place(waits.site)}", *lines]
     if isinstance(waits, Collective):
         missing = sorted(set(waits.ranks) - set(waits.arrived))

@@ -68,6 +68,7 @@ class _Rewriter(ast.NodeTransformer):
     `while` loops, and allow a branch that only some threads of the program take (`Branch`)."""
 
     branches = 0
+    operands = 0
     around: tuple[str, ...] = ()  # the branches around the statement that is being visited
 
     def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
@@ -88,6 +89,32 @@ class _Rewriter(ast.NodeTransformer):
         for statement in out:
             ast.copy_location(statement, node)
         return out
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        """Compute `and` and `or` as Triton does: of tensors, every operand is computed, element by element."""
+        self.generic_visit(node)
+        word = ast.Constant("and" if isinstance(node.op, ast.And) else "or")
+        value = node.values[0]
+        for operand in node.values[1:]:
+            self.operands += 1
+            name = f"__operand_{self.operands}"
+            named = ast.NamedExpr(ast.Name(name, ast.Store()), value)
+            decides = ast.Call(ast.Name("__decides", ast.Load()), [named, word], [])
+            combination = ast.Call(ast.Name("__combined", ast.Load()), [ast.Name(name, ast.Load()), operand, word], [])
+            value = ast.copy_location(ast.IfExp(decides, ast.Name(name, ast.Load()), combination), node)
+        return value
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Not):
+            return node
+        return ast.copy_location(ast.Call(ast.Name("__not", ast.Load()), [node.operand], []), node)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.ops) == 1:
+            return node
+        return ast.copy_location(ast.Call(ast.Name("__chained", ast.Load()), [], []), node)
 
     def visit_Return(self, node: ast.Return) -> list[ast.stmt]:
         self.generic_visit(node)
@@ -117,6 +144,7 @@ class _Rewriter(ast.NodeTransformer):
         counter = f"__turns_{node.lineno}"
         count = ast.Attribute(ast.Call(ast.Name("__turns", ast.Load()), [], []), "__next__", ast.Load())
         begin = ast.Assign([ast.Name(counter, ast.Store())], count)
+        node.test = ast.Call(ast.Name("__one", ast.Load()), [node.test], [])
         node.body.insert(0, ast.Expr(ast.Call(ast.Name(counter, ast.Load()), [], [])))
         return [ast.copy_location(begin, node), node]
 
@@ -170,7 +198,8 @@ def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None,
     used = {node.id: raw.__globals__.get(node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)}
     imported = {name: _late(value) for name, value in used.items() if _is_language(value)}
     rewriting_names = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, "__turns": _count_turns}
-    rewriting_names["__branch"] = _branch
+    rewriting_names |= {"__branch": _branch, "__decides": _decides, "__combined": _combination, "__not": _not}
+    rewriting_names |= {"__chained": _chained, "__one": _one}
     extremes = {name: _extreme(name) for name in ("min", "max") if name not in raw.__globals__}
     closure = {**rewriting_names, **extremes, **imported, **free}
     outer = ast.parse(f"def __outer({', '.join(closure)}):\n    return {define.name}")
@@ -196,7 +225,43 @@ def _count_turns() -> Iterator[None]:
 
 
 def _branch(condition: object) -> Branch:
-    return Branch(hooks.current, condition)
+    return Branch(hooks.current, _one(condition))
+
+
+def _one(condition: T) -> T:
+    """Return the condition of an `if` or `while`, which in Triton has one element."""
+    if type(condition) is tl.tensor and condition.handle.data.size > 1:
+        raise ValueError(f"a condition of {condition.handle.data.size} elements: reduce it to one element")
+    return condition
+
+
+def _decides(operand: object, word: str) -> bool:
+    """Return whether the first operand of an `and` or `or` is a constant that decides the result, so that Triton does
+    not compile the second one."""
+    return not isinstance(operand, tl.tensor) and bool(plain(operand)) is (word == "or")
+
+
+def _combination(left: object, right: object, word: str) -> object:
+    """Return `left and right` or `left or right`, where `left` does not decide. A constant that does not decide has no
+    effect on tensors."""
+    if not isinstance(right, tl.tensor):
+        return left if isinstance(left, tl.tensor) and not _decides(right, word) else right
+    if not isinstance(left, tl.tensor):
+        return right
+    if type(left) is not tl.tensor or type(right) is not tl.tensor or left.type is right.type is tl.int1:
+        return _bool(bool(left) and bool(right) if word == "and" else bool(left) or bool(right))
+    return semantic.logical_and(left, right) if word == "and" else semantic.logical_or(left, right)
+
+
+def _not(operand: object) -> object:
+    """Return `not operand`, which of a tensor is computed element by element."""
+    if not isinstance(operand, tl.tensor):
+        return not plain(operand)
+    return semantic.not_(operand) if type(operand) is tl.tensor else _bool(not operand)
+
+
+def _chained() -> NoReturn:
+    raise TypeError("Triton does not compile a chain of comparisons: join two comparisons by `&`")
 
 
 def where() -> tuple[tuple[str, int, str], ...]:
@@ -459,6 +524,11 @@ class Builder(stock.InterpreterBuilder):
     def create_barrier(self) -> None:
         hooks.flush_stores(bulk=False)
 
+    def create_grid_dependency_wait(self) -> None:
+        """Do nothing, as for `griddepcontrol.wait`: a kernel starts when the kernel before it has ended."""
+
+    create_grid_dependency_launch_dependents = create_grid_dependency_wait  # Triton has both operations since 3.9
+
     def create_print(self, prefix: str, hex: bool, values: list[TensorHandle], _: object) -> None:
         for value in values:
             data, style = _f32(value), None
@@ -519,6 +589,8 @@ class Builder(stock.InterpreterBuilder):
         do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), _dense(val), _dense(mask), sem, scope)
         if val.dtype.scalar == tl.bfloat16:
             do = functools.partial(_atomic_bf16, _enum(op), ptr, val, mask)
+        elif _enum(op) == "XCHG" and val.data.dtype.kind == "f":  # Triton's interpreter exchanges integers only
+            do = functools.partial(_exchange_floats, do.func, op, _plain(ptr), _dense(val), _dense(mask), sem, scope)
         return hooks.atomic(ptr.data, _mask(mask), val.data.dtype, do, _enum(sem), _enum(scope))
 
     def create_atomic_cas(
@@ -690,6 +762,14 @@ def _atomic_bf16(op: str, ptr: TensorHandle, val: TensorHandle, mask: TensorHand
             old, added = (TensorHandle(np.array([bits], np.uint16), tl.bfloat16) for bits in (word.value, values[i]))
             word.value = int(builder.create_fadd(old, added).data[0] if op == "FADD" else values[i])
     return TensorHandle(before, tl.bfloat16)
+
+
+def _exchange_floats(
+    exchange: Function, op: object, ptr: TensorHandle, val: TensorHandle, *rest: object
+) -> TensorHandle:
+    """Exchange the bits of numbers in memory; return the previous numbers."""
+    before = exchange(op, ptr, TensorHandle(val.data.view(f"u{val.data.itemsize}"), val.dtype), *rest)
+    return TensorHandle(before.data.view(val.data.dtype), val.dtype.scalar)
 
 
 def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:

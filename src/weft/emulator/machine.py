@@ -599,6 +599,7 @@ class Machine:
                 system = merged(system, task.start)
         if covered is not None:
             if task.kind == "program":
+                self.owners[task.agent][-1][1].released = True
                 task.atomic_clock += 1
                 self.clocks[task.atomic_agent] = task.atomic_clock
                 task.cache.clear()
@@ -679,7 +680,7 @@ class Machine:
         task = self.current
         if task.kind == "program":
             return f"    {task.report_name} at {place(interpret.where())}"
-        return f"    {self._owner(task.agent, task.tick).name}"
+        return f"    {self.owner(task.agent, task.tick).name}"
 
     def label(self, address: int) -> str:
         region = self.memory.find(address, address + 1)
@@ -695,7 +696,7 @@ class Machine:
         labels = [name(address) for name in self.channel_names.get(rank, [])]
         return next((name for name in labels if not name.startswith("address ")), f"address {address:#x}")
 
-    def _owner(self, agent: int, tick: int) -> Owner:
+    def owner(self, agent: int, tick: int) -> Owner:
         """Return the owner of an agent's access at a tick."""
         owner_then = self.owners[agent][0][1]
         for first_tick, owner in self.owners[agent]:
@@ -711,7 +712,7 @@ class Machine:
         if access.stamp is None:
             raise MemoryFault(f"{verb(access.kind)} of {element}, which nothing has written\n{self.me()}") from None
         agent, clock, kind, site = access.stamp
-        earlier, later = self._owner(agent, clock), self._owner(self.current.agent, self.current.tick)
+        earlier, later = self.owner(agent, clock), self.owner(self.current.agent, self.current.tick)
         reason = "no release and acquire, stream or event orders the first before the second"
         task = self.current
         if task.kind == "program" and agent in (task.agent, task.bulk_agent, task.atomic_agent):
@@ -724,6 +725,8 @@ class Machine:
             reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
         elif early := self._early(earlier, kind, later, access.kind):
             reason = early
+        elif self._unflushed(task, agent, clock) and not earlier.released:
+            reason = 'the first program has made no release so far: its atomics are relaxed, or their scope is "cta"'
         elif self._unflushed(task, agent, clock):
             reason = (
                 "the acquired release does not cover it: it comes after the release, or no flush_stores (or "
@@ -781,7 +784,7 @@ class Machine:
         program = self.program_of_agent.get(agent)
         if program is None:
             return False
-        owner = self._owner(agent, clock)
+        owner = self.owner(agent, clock)
         starts = [tick for tick, owner_then in self.owners[program] if owner_then is owner]
         return bool(starts) and bool(task.clock[program] >= starts[-1])
 

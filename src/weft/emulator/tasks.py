@@ -217,6 +217,7 @@ class Owner:
     rank: int
     run: KernelRun | None = None
     enqueue_index: int = 0  # the operation's index among the operations that the rank's host code enqueued
+    released: bool = False  # whether a program has made a release so far
 
 
 @dataclass(eq=False)

@@ -11,7 +11,15 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 # Methods that read memory without an operation of the dispatcher.
-HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__reduce_ex__, Tensor.__dlpack__}
+HOST_READS = {
+    Tensor.tolist,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__reduce_ex__,
+    Tensor.__dlpack__,
+    Tensor.__repr__,
+    Tensor.__format__,
+}
 
 
 def _operators(names: str) -> set[object]:

@@ -14,7 +14,7 @@ import torch
 from ...architectures import HOPPER
 from ...emulator.tasks import EmulatedEvent, EmulatedStream
 from ...errors import Unsupported
-from .ranks import current_rank, rank_number
+from .ranks import current_rank, random_numbers, rank_number
 
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, EmulatedStream] = weakref.WeakValueDictionary()
@@ -195,8 +195,22 @@ def _properties(_: object = None) -> SimpleNamespace:
     )
 
 
+class Generator(torch.Generator):
+    """The replacement of torch.Generator, whose random numbers do not depend on the device."""
+
+    device = torch.device("cpu")
+
+    def __new__(cls, device: object = "cpu") -> Generator:
+        return super().__new__(cls)
+
+    def __init__(self, device: object = "cpu") -> None:
+        super().__init__()
+        self.device = torch.device(str(device))
+
+
 def _seed(seed: int) -> torch.Generator:
-    return current_rank().generator.manual_seed(seed)
+    """Seed the rank's random numbers or, while a file is being loaded, the process's."""
+    return random_numbers().manual_seed(seed)
 
 
 def replacements() -> Iterator[tuple[object, str, object]]:
@@ -229,9 +243,12 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         manual_seed=_seed,
         manual_seed_all=_seed,
         _sleep=lambda cycles: None,
+        reset_peak_memory_stats=lambda device=None: None,
     )
     for name, value in functions.items():
         yield torch.cuda, name, value
+    for name in ("range_push", "range_pop", "range_start", "range_end", "mark"):
+        yield torch.cuda.nvtx, name, lambda *_: 0
     same_as_of_cuda = dict(current_device_index="current_device", set_device_index="set_device")
     for name in ("is_available", "device_count", "synchronize", "current_stream", "set_stream"):
         same_as_of_cuda[name] = name
@@ -239,3 +256,4 @@ def replacements() -> Iterator[tuple[object, str, object]]:
         yield torch.accelerator, name, functions[cuda_name]
     yield torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
     yield torch, "manual_seed", _seed
+    yield torch, "Generator", Generator

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import cast
 
+import torch
 from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
 from triton.runtime.autotuner import Autotuner
 
+from ...architectures import HOPPER
 from ...errors import Unsupported
-from .ranks import current_rank
+from .ranks import current_rank, rank_number
 
 # The options of a launch that have no effect in the emulator, by name. Each has its only accepted value, or None if any
 # value is accepted.
@@ -65,6 +70,23 @@ def _run_autotuned(tuner: Autotuner, *args: object, **kwargs: object) -> object:
     return tuner.fn.run(*args, **kwargs, **config.all_kwargs())
 
 
+def _driver() -> SimpleNamespace:
+    """Return the part of Triton's driver that programs read."""
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", HOPPER, 32),
+        get_active_torch_device=lambda: torch.device("cuda", rank_number()),
+        get_current_device=rank_number,
+        utils=SimpleNamespace(get_device_properties=_properties),
+    )
+
+
+def _properties(device: object) -> dict[str, int]:
+    return dict(
+        multiprocessor_count=current_rank().backend.sm_count, max_shared_mem=227 << 10, warpSize=32, max_num_regs=65536
+    )
+
+
 def replacements() -> Iterator[tuple[object, str, object]]:
+    yield driver, "_active", _driver()
     yield JITFunction, "run", _run
     yield Autotuner, "run", _run_autotuned

@@ -3,6 +3,7 @@ write."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -14,11 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from ...emulator.tasks import EmulatedStream
 from ...emulator.torch_operation import HOST_READS, TorchOperation, tensors_in
 from ...errors import Unsupported
-from .ranks import Rank, current_rank, untracked
+from .ranks import Rank, current_rank, next_state, untracked, with_random_numbers
 
 Operator: TypeAlias = Any  # an operator that torch dispatches, or an argument or result of one
 Operands: TypeAlias = tuple[Operator, ...]
 Keywords: TypeAlias = dict[str, Operator]
+RandomState: TypeAlias = Callable[[], torch.Tensor]  # returns the state in which an operation draws random numbers
 
 CPU = torch.device("cpu")
 _REFUSED = {"set_", "resize_", "resize_as_"}
@@ -93,30 +95,47 @@ class Operations(TorchDispatchMode):
             return self._write_value(*args, **kwargs)
         if name in _REFUSED or not func._schema.name.startswith(("aten::", "prims::")):
             raise Unsupported(f"the emulator does not run {func._schema.name}")
+        generator = kwargs.get("generator") or self.rank.generator
+        if "generator" in kwargs:
+            kwargs["generator"] = None  # the operation draws from the process's generator, in the state of `generator`
         with untracked():
             if func.is_view:
                 out = func(*args, **kwargs)
                 if _shares_memory(out, args, kwargs):
                     return out  # otherwise the operation was a copy
             operation = TorchOperation.from_call(func, args, kwargs)
+
+            def draw() -> object:
+                other_args, other_kwargs = tree_map_only(torch.Tensor, torch.empty_like, (args, kwargs))
+                return func(*other_args, **other_kwargs)
+
+            numbers = functools.partial(next_state, generator, None if operation.reads else draw)
             if operation.returns_numbers:
-                return self._value(func, operation, args, kwargs)
+                return self._value(func, operation, args, kwargs, numbers)
             try:
                 shapes = self._shapes(func, args, kwargs)
             except NotImplementedError:  # torch cannot compute the shapes without the values
-                return self._value(func, operation, args, kwargs)
-            return self._enqueued(func, operation, args, kwargs, shapes)
+                return self._value(func, operation, args, kwargs, numbers)
+            return self._enqueued(func, operation, args, kwargs, shapes, numbers)
 
-    def _value(self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords) -> object:
+    def _value(
+        self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords, numbers: RandomState
+    ) -> object:
         """Run an operation whose value the host needs, after the stream has reached it."""
         result: list[object] = []
         stream = self.rank.stream()
-        self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream)
+        self._run(lambda: result.append(func(*args, **kwargs)), func, operation.reads, [], stream, numbers)
         self.rank.wait_for(stream)
         return result[0]
 
     def _enqueued(
-        self, func: Operator, operation: TorchOperation, args: Operands, kwargs: Keywords, shapes: object
+        self,
+        func: Operator,
+        operation: TorchOperation,
+        args: Operands,
+        kwargs: Keywords,
+        shapes: object,
+        numbers: RandomState,
     ) -> object:
         """Enqueue an operation whose results have these shapes, and return them."""
         reads, writes, _ = operation
@@ -146,7 +165,7 @@ class Operations(TorchDispatchMode):
             for memory, value in zip(fresh, values if fresh else (), strict=True):
                 memory.copy_(value)
 
-        self._run(run, func, reads, [*writes, *fresh], self.rank.stream())
+        self._run(run, func, reads, [*writes, *fresh], self.rank.stream(), numbers)
         return tree_unflatten(results, spec)
 
     def _run(
@@ -156,21 +175,21 @@ class Operations(TorchDispatchMode):
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         stream: EmulatedStream,
+        numbers: RandomState,
     ) -> None:
-        def named() -> None:
+        def enqueue() -> None:
+            named: functools.partial[object] = functools.partial(run)
             if torch.Tag.nondeterministic_seeded in func.tags:
-                self.rank.with_random_numbers(run)
-            else:
-                run()
+                named = functools.partial(with_random_numbers, numbers(), run)
+            named.__name__ = func._schema.name  # type: ignore[attr-defined]
+            self.rank.streams.call(named, reads, writes, stream)
 
-        named.__name__ = func._schema.name
-        self.rank.enqueue_or_capture(lambda: self.rank.streams.call(named, reads, writes, stream))
+        self.rank.enqueue_or_capture(enqueue)
 
     def _shapes(self, func: Operator, args: Operands, kwargs: Keywords) -> object:
         """Return the results without values."""
         meta = tree_map_only(torch.Tensor, lambda t: t.to("meta"), (args, kwargs))
         meta_kwargs = {k: torch.device("meta") if isinstance(v, torch.device) else v for k, v in meta[1].items()}
-        meta_kwargs.pop("generator", None)
         if any(a.name == "device" for a in func._schema.arguments) and "device" not in meta_kwargs:
             meta_kwargs["device"] = torch.device("meta")
         return func(*meta[0], **meta_kwargs)

@@ -48,18 +48,6 @@ class Rank:
         with self.backend.machine.host_threads[self.rank].calling():
             enqueue()
 
-    def with_random_numbers(self, run: Callable[[], object]) -> None:
-        """Call a function with this rank's random numbers instead of the process's random numbers, which all ranks
-        share."""
-        process = torch.default_generator
-        state = process.get_state()
-        process.set_state(self.generator.get_state())
-        try:
-            run()
-            self.generator.set_state(process.get_state())
-        finally:
-            process.set_state(state)
-
     def wait_for(self, stream: EmulatedStream) -> None:
         """Make the host wait until a stream has run all operations enqueued so far."""
         if self.capture is not None:
@@ -70,6 +58,31 @@ class Rank:
     def synchronize(self) -> None:
         self.backend.synchronize()
         self.allocated.clear()
+
+
+def next_state(generator: torch.Generator, draw: Callable[[], object] | None) -> torch.Tensor:
+    """Return a generator's state, and give the generator its next state. The host calls this when it enqueues an
+    operation, because the host may seed the generator again before the stream runs the operation. draw: runs the
+    operation on other memory; None if the operation reads tensors, after which the next state differs from torch's."""
+    with untracked():
+        state = generator.get_state()
+        if draw is None:
+            generator.manual_seed(int(torch.randint(2**62, (), generator=generator)))
+        else:
+            with_random_numbers(state, lambda: (draw(), generator.set_state(torch.default_generator.get_state())))
+        return state
+
+
+def with_random_numbers(state: torch.Tensor, run: Callable[[], object]) -> object:
+    """Call a function with the random numbers of a generator's state instead of the process's random numbers, which all
+    ranks share."""
+    process = torch.default_generator
+    before = process.get_state()
+    process.set_state(state)
+    try:
+        return run()
+    finally:
+        process.set_state(before)
 
 
 @contextmanager
@@ -95,6 +108,12 @@ def rank_number() -> int:
     """Return the calling thread's rank, or 0 while a file is being loaded."""
     rank = getattr(_thread, "rank", None)
     return 0 if rank is None else rank.rank
+
+
+def random_numbers() -> torch.Generator:
+    """Return the generator of the calling thread's rank, or the process's generator while a file is being loaded."""
+    rank = getattr(_thread, "rank", None)
+    return torch.default_generator if rank is None else rank.generator
 
 
 def refused(name: str) -> Callable[..., NoReturn]:

@@ -4,6 +4,7 @@ signal pads."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -29,7 +30,7 @@ class SymmetricHandle:
             start = tensor.data_ptr() - raw.data_ptr()
             local = raw[start : start + tensor.numel() * tensor.element_size()]
             pad = backend.zeros((_state["signal pad"] // 4,), torch.int32)
-            backend.name_elements(pad, "signal pad")
+            backend.name_elements(pad, _next_name(rank, "signal pad"))
             peers = backend._exchange((local, pad, tuple(tensor.shape), tensor.dtype))
         for number, (_, _, shape, dtype) in enumerate(peers):
             if (shape, dtype) != (tuple(tensor.shape), tensor.dtype):
@@ -105,6 +106,13 @@ class SymmetricHandle:
         self._rank.enqueue_or_capture(lambda: self._rank.streams.enqueue(stream, text, do))
 
 
+def _next_name(rank: Rank, name: str) -> str:
+    """Return a name for reports, which from a rank's second tensor of this name on ends with the tensor's number."""
+    numbers = rank.__dict__.setdefault("names", Counter())
+    numbers[name] += 1
+    return name if numbers[name] == 1 else f"{name} {numbers[name]}"
+
+
 def _part(raw: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:
     """Return elements of a rank's bytes as a tensor. Raises ValueError for elements outside these bytes."""
     shape = [int(n) for n in sizes]
@@ -121,7 +129,7 @@ def empty(*size: int | Sequence[int], dtype: torch.dtype | None = None, device: 
     rank = current_rank()
     with untracked():
         tensor = rank.backend.empty(tuple(shape), dtype or torch.get_default_dtype())
-        rank.backend.name_elements(tensor, "symmetric memory")
+        rank.backend.name_elements(tensor, _next_name(rank, "symmetric memory"))
     return tensor
 
 
