@@ -722,6 +722,7 @@ def test_missing_rank_in_a_collective_or_exchange_deadlocks() -> None:
     with pytest.raises(Deadlock, match=r"rank 1 host waits for exchange 0, which ranks \[0\] have not") as caught:
         spmd(host, 2)
     assert "rank 0 host has returned" in str(caught.value)
+    assert str(caught.value).startswith("1 task waits and cannot go on")
 
 
 def test_exchange_and_failing_rank() -> None:

@@ -218,8 +218,10 @@ def test_check_compiles_for_the_target(kernel) -> None:
 def test_check_names_a_missing_file_and_function(kernel) -> None:
     missing = weft("check", "nowhere.py")
     assert missing.exit_code == 1 and "nowhere.py: no such file" in missing.output
+    assert "a folder, not a Python file" in weft("check", Path(kernel()).parent).output
     result = weft("check", f"{kernel()}:other")
     assert result.exit_code == 1 and "defines no function other(world)" in result.output
+    assert "FILE:FUNCTION" in result.output
 
 
 def test_check_names_the_line_where_a_file_fails(tmp_path: Path) -> None:

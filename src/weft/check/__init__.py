@@ -52,7 +52,7 @@ def _load(target: str) -> Main:
     name, _, function = target.partition(":")
     path, function = Path(name), function or "main"
     if not path.is_file():
-        raise WeftError(f"{path}: no such file")
+        raise WeftError(f"{path}: {'a folder, not a Python file' if path.is_dir() else 'no such file'}")
     loaded = sum(module.startswith(f"{TARGET}{path.stem}") for module in sys.modules)
     # Each load has a new module name, because ranks pickle the objects that a module defines by its name.
     spec = importlib.util.spec_from_file_location(f"{TARGET}{path.stem}{f'_{loaded}' if loaded else ''}", path)
@@ -74,7 +74,8 @@ def _load(target: str) -> Main:
         sys.argv = arguments
     main = getattr(module, function, None)
     if not callable(main):
-        raise WeftError(f"{path} defines no function {function}(world) or {function}(rank, world_size)")
+        form = f"{function}(world) or {function}(rank, world_size)"
+        raise WeftError(f"{path} defines no function {form}; FILE:FUNCTION names a different function")
     if runs_nothing(main):
         raise WeftError(f"{path}: {function} is async or a generator: calling it runs nothing of it")
     return main

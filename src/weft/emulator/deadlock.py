@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def graph(machine: Machine) -> str:
     """Return the wait-for graph of a machine on which no task can run."""
     stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
-    lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
+    waiting = "1 task waits and cannot" if len(stuck) == 1 else f"{len(stuck)} tasks wait and none can"
+    lines = [f"{waiting} go on (seed {machine.seed}, {machine.mode}):"]
     order = {"program": 0, "stream": 1, "host": 2}
     alike: dict[Hashable, list[Task]] = {}
     for task in sorted(stuck, key=lambda t: (order[t.kind], t.rank)):
