@@ -180,6 +180,15 @@ def test_the_notes_on_combine_are_those_of_the_experiment() -> None:
     assert "it ended 90 us after GEMM 2, also with stores to local memory" in notes and "four at a time: 2 us." in notes
 
 
+def test_the_comment_on_late_sums_is_that_of_the_experiment() -> None:
+    """The comment beside the plans says how much slower layers are whose sums are sent after the second GEMM."""
+    path, tiles = ROOT / "bench/results/nvidia-h200-x2/experiments/moe-combine-after.jsonl", "tiles of 128 rows"
+    times = [json.loads(line)["us"] for line in path.read_text().splitlines()]
+    percent = [100 * (us[f"{tiles}, sums after GEMM 2"] / us[tiles] - 1) for us in times]
+    source = (ROOT / "src/weft/ops/moe/expert_parallel/op.py").read_text()
+    assert f"({abs(round(min(percent)))}% to {round(max(percent))}% slower, 2026-11)" in source and len(times) == 5
+
+
 def test_the_method_of_one_launch_computes_the_layer() -> None:
     def main(world: weft.World) -> float:
         torch.manual_seed(0)

@@ -218,7 +218,8 @@ def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
                 j = names.index(target)
                 skipped = set().union(*(kinds[n] for n in names[i + 1 : j]))
                 work = skipped & {"load", "bulk_load", "store", "bulk_store", "atomic"}
-                # Otherwise the target is the second half of an if, and its first half has the wait.
+                # If the skipped blocks do not lead to the target, they are the first half of an if, and the target is
+                # its second half.
                 continues = any(target in blocks[n].after for n in names[i + 1 : j])
                 if j > i and continues and skipped & {"acquire", "acquire_by_atomic"} and not work:
                     after[name].remove(target)

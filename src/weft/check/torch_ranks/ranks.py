@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +30,7 @@ class Rank:
         self.generator = torch.Generator()
         self.capture: CapturedGraph | None = None
         self.stream_count = 0  # the number of streams so far, which is part of their names
+        self.named: Counter[str] = Counter()  # for each name in reports, the number of tensors that have it so far
         # Memory that kernels may access only by its address. On a GPU, stream order also orders the reuse of freed
         # memory.
         self.allocated: list[torch.Tensor] = []

@@ -4,7 +4,6 @@ signal pads."""
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -108,9 +107,8 @@ class SymmetricHandle:
 
 def _next_name(rank: Rank, name: str) -> str:
     """Return a name for reports, which from a rank's second tensor of this name on ends with the tensor's number."""
-    numbers = rank.__dict__.setdefault("names", Counter())
-    numbers[name] += 1
-    return name if numbers[name] == 1 else f"{name} {numbers[name]}"
+    rank.named[name] += 1
+    return name if rank.named[name] == 1 else f"{name} {rank.named[name]}"
 
 
 def _part(raw: torch.Tensor, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int) -> torch.Tensor:

@@ -336,7 +336,7 @@ def _copy_of_half(
         def select() -> object:
             return torch.index_select(rows, 0, numbers + epoch % 2 * half_rows, out=gathered.view(torch.int16))
 
-        # The next op's call may already write the other half.
+        # The copy reads this call's half alone: the next op's call may already write the other half.
         read = [lambda: rows[int(epoch) % 2 * half_rows :][:m]]
         world.call(select, read, [gathered], stream)
         if not columns:
