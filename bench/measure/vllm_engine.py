@@ -55,7 +55,7 @@ NO_MULTICAST = dict(
 @dataclass(frozen=True)
 class Setup:
     """The arguments of an engine. utilization: its share of each GPU's memory. cache: the bytes of its keys and values
-    on a rank."""
+    on a rank. layers: the number of the model's layers."""
 
     model: str
     method: str
@@ -63,6 +63,7 @@ class Setup:
     tokens_a_step: int
     utilization: float
     cache: int
+    layers: int = LAYERS
 
 
 @dataclass
@@ -87,10 +88,11 @@ class Load:
 
 @dataclass
 class TracedLoad:
-    """A load that an engine runs while torch.profiler traces its workers. file: it gets the traces."""
+    """A load that an engine of `layers` layers runs while torch.profiler traces its workers. file: it gets the traces."""
 
     load: Load
     tokens: int
+    layers: int
     file: Path
 
     def run(self, llm: Any) -> dict[str, Any]:
@@ -105,7 +107,7 @@ class TracedLoad:
             if errors := [trace for trace in traces if isinstance(trace, str)]:
                 raise RuntimeError(f"stop_trace: {errors}")
             self.file.write_bytes(gzip.compress(json.dumps(traces).encode()))
-            row = vllm_timeline.timeline([*map(vllm_timeline.parsed, traces)], self.tokens, LAYERS)
+            row = vllm_timeline.timeline([*map(vllm_timeline.parsed, traces)], self.tokens, self.layers)
             return {"traced_seconds": round(seconds, 4), **row}
         except Exception as error:
             traceback.print_exc()
@@ -221,15 +223,15 @@ def replaced_matches(pass_name: str) -> int:
     return count
 
 
-def checkpoint(model: str, folder: str) -> None:
-    """Write the configuration of a model; vLLM generates the weights (load_format="dummy")."""
+def checkpoint(model: str, layers: int, folder: str) -> None:
+    """Write the configuration of a model with this number of layers; vLLM generates the weights (load_format="dummy")."""
     import transformers
 
     sizes = dict(MODELS[model])
     kind = sizes.pop("architecture")
     config = getattr(transformers, f"{kind}Config")(
         **sizes,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         max_position_embeddings=2 * MAX_MODEL_LEN,
         architectures=[f"{kind}ForCausalLM"],
         torch_dtype="bfloat16",
@@ -245,7 +247,7 @@ def start(setup: Setup) -> Any:
 
     passes = METHODS[setup.method]
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint(setup.model, folder)
+        checkpoint(setup.model, setup.layers, folder)
         return LLM(
             folder,
             skip_tokenizer_init=True,

@@ -1,6 +1,6 @@
 """The throughput and latency of vLLM with the plugin, compared with stock vLLM, on the GPUs of one machine.
 
-python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--rate R] [--seconds S]
+python -m bench.measure.vllm_serving --out DIR [--gpus 0 1] [--models ..] [--methods ..] [--mixes ..] [--layers L] [--rate R] [--seconds S]
 
 --gpus are all GPUs of the machine by default, --rate is the number of requests that arrive per second (0: a request
 arrives when another ends), and --cache is the GiB of keys and values for each rank of an engine.
@@ -12,7 +12,7 @@ vLLM as it is installed, with flashinfer's fused all-reduce + norm; "stock unfus
 own sequence parallelism; "stock again" is stock in a second engine. Two turns of one engine cannot show how far equal
 engines differ, for example by the placement of their memory and processes; the rows of "stock again" show it.
 
-Models have random weights, their published layer sizes and 16 layers, so that engines start in minutes, with vLLM's
+Models have random weights, their published layer sizes and --layers layers, by default 16, so that engines start in minutes, with vLLM's
 default CUDA graphs and compiled code and without prefix caching.
 
 A row of DIR/vllm_serving.jsonl compares a method with stock for one mix: `seconds` of each repeat and `baseline_seconds` of the two turns of
@@ -142,7 +142,7 @@ class Engine:
     def timeline(self, load: Load, tokens: int) -> dict[str, Any]:
         name = f"{self.setup.model}-{self.setup.method.replace(' ', '_')}-{tokens}"
         file = self.log.with_name(f"vllm_trace-{name}.json.gz")
-        self.pipe.send(TracedLoad(load, tokens, file))
+        self.pipe.send(TracedLoad(load, tokens, self.setup.layers, file))
         row: dict[str, Any] = self.answer(TRACE_TIMEOUT)
         return row
 
@@ -238,7 +238,7 @@ def measure_mix(engines: dict[str, Engine], name: str, args: argparse.Namespace,
     for method in others:
         facts = {name: engines[name].facts for name in (STOCK, method)}
         row = dict(
-            op="vllm serving", model=setup.model, layers=LAYERS, ranks=len(setup.gpus), mix=name, method=method, baseline=STOCK,
+            op="vllm serving", model=setup.model, layers=setup.layers, ranks=len(setup.gpus), mix=name, method=method, baseline=STOCK,
             **comparison(results, method), first=round(first_seconds[method], 4), requests=len(load.lengths), in_flight=load.in_flight, rate=load.rate,
             tokens_in=sum(tokens for tokens, _ in load.lengths), tokens_out=sum(tokens for _, tokens in load.lengths),
             tokens_a_step=setup.tokens_a_step, engines=len(engines), vllm=facts[method]["vllm"], gpu=facts[method]["gpu"],
@@ -266,7 +266,7 @@ def measure_timeline(engines: dict[str, Any], args: argparse.Namespace) -> None:
     stock: dict[str, Any] = {}
     for method, tokens in cases:
         row = dict(
-            op="vllm timeline", model=setup.model, layers=LAYERS, ranks=len(setup.gpus), tokens=tokens, method=method,
+            op="vllm timeline", model=setup.model, layers=setup.layers, ranks=len(setup.gpus), tokens=tokens, method=method,
             untraced_seconds=round(untraced[method, tokens], 4), **engines[method].timeline(loads[tokens], tokens),
             vllm=engines[method].facts["vllm"], gpu=engines[method].facts["gpu"], commit=os.environ.get("WEFT_COMMIT"), date=time.strftime("%Y-%m-%d"),
         )  # fmt: skip
@@ -297,13 +297,13 @@ def measure(model: str, args: argparse.Namespace, end: float) -> bool:
     engines = {}
     for method in args.methods:
         log = args.out / f"vllm_serving-{model}-{len(args.gpus)}-{method.replace(' ', '_')}.log"
-        setup = Setup(model, method, tuple(args.gpus), args.tokens_a_step, share, int(args.cache * 2**30))
+        setup = Setup(model, method, tuple(args.gpus), args.tokens_a_step, share, int(args.cache * 2**30), args.layers)
         engines[method] = Engine(setup, log)
     began = time.monotonic()
     try:
         start_engines(list(engines.values()), end)
         print(f"{model}: {len(engines)} engines started in {time.monotonic() - began:.0f} s", flush=True)
-        cases = {f"{model} x{len(args.gpus)} {name}": name for name in args.mixes}
+        cases = {f"{model} x{len(args.gpus)} of {args.layers} layers {name}": name for name in args.mixes}
         for name in unfinished(None, args.out, cases, args.seconds - 10 * REPEAT_SECONDS):
             if name == TIMELINE:
                 measure_timeline(engines, args)
@@ -328,8 +328,8 @@ def main() -> None:
     choices = dict(models=MODELS, methods=METHODS, mixes=[*MIXES, TIMELINE])
     words = dict(models=["Llama-70B"], methods=[STOCK, "weft"], mixes=list(MIXES))
     args = options(
-        choices=choices, seconds=560, gpus=[], **words, rate=0.0, tokens_a_step=8192, cache=8.0, repeats=REPEATS
-    )
+        choices=choices, seconds=560, gpus=[], **words, layers=LAYERS, rate=0.0, tokens_a_step=8192, cache=8.0, repeats=REPEATS
+    )  # fmt: skip
     if STOCK not in args.methods or len(args.methods) < 2:
         raise SystemExit(f"--methods {' '.join(args.methods)}: {STOCK} and at least one other are compared")
     args.gpus = [*map(int, args.gpus)] or list(range(torch.cuda.device_count()))

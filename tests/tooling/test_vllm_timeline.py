@@ -181,7 +181,7 @@ def test_an_error_of_one_ranks_profiler_is_the_result(
         return [None, "CUPTI_ERROR_NOT_INITIALIZED"] if name == method else [None, None]
 
     monkeypatch.setattr(Load, "run", lambda load, llm: SimpleNamespace(seconds=1.0))
-    result = TracedLoad(Load([(16, 1)], 1), 16, tmp_path / "trace.json.gz").run(
+    result = TracedLoad(Load([(16, 1)], 1), 16, LAYERS, tmp_path / "trace.json.gz").run(
         SimpleNamespace(collective_rpc=collective_rpc)
     )
     assert result.keys() == {"error"} and method in result["error"] and "CUPTI_ERROR_NOT_INITIALIZED" in result["error"]
@@ -203,7 +203,7 @@ class TracedEngine:
     """An engine whose layers all have the same trace, or whose steps of `fails` tokens have no timeline."""
 
     facts = dict(vllm="0.26.0", gpu="H200")
-    setup = SimpleNamespace(model="Llama-8B", gpus=(0, 1), tokens_a_step=4096)
+    setup = SimpleNamespace(model="Llama-8B", layers=LAYERS, gpus=(0, 1), tokens_a_step=4096)
 
     def __init__(self, fails: int = 0) -> None:
         self.fails, self.order = fails, list[str]()
