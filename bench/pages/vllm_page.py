@@ -11,7 +11,8 @@ from bench.measure.vllm_engine import STOCK_AGAIN
 from bench.pages.tables import Rows, grid, lines_of, page
 
 TABLES = "bench/results/vllm.md"
-CASE = ("model", "ranks", "mix", "rate", "tokens_a_step")
+CASE = ("model", "layers", "ranks", "mix", "rate", "tokens_a_step")
+LAYERS = 16  # of a model that is named without its layers
 FORMS = {
     "auto": "the plugin's choice", "whole": "norm fused with the sum", "rows": "residuals by rows", "woven": "two parts",
 }  # fmt: skip
@@ -115,6 +116,11 @@ def mix_of(row: dict) -> str:
     return mix + f", {row['method']}" * (row["method"] != "weft")
 
 
+def model_of(row: dict) -> str:
+    """Return the name of a row's model, and its number of layers unless it is LAYERS."""
+    return row["model"] + f", {row['layers']} layers" * (row["layers"] != LAYERS)
+
+
 def serving(lines: Rows) -> str:
     """Return a line for the newest row of each model, mix and method: the median speedup, bold only if it is outside
     the range of stock vLLM's ratios to itself, and both ranges. If the rows have several dates, the text above the
@@ -125,7 +131,7 @@ def serving(lines: Rows) -> str:
         mixes.setdefault(row["date"], []).append(row["mix"])
         speedup = f"{row['ratio']:.2f}x"
         ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
-        table.append([row["model"], mix_of(row), f"**{speedup}**" if beyond_noise(row) else speedup, *ranges])
+        table.append([model_of(row), mix_of(row), f"**{speedup}**" if beyond_noise(row) else speedup, *ranges])
     head = ["model", "mean tokens in + out", "median speedup", "range", "stock / stock"]
     dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
     return f"vLLM {lines[-1]['vllm']}, {dates}:\n\n{grid(head, table)}"
@@ -140,10 +146,10 @@ def latencies(lines: Rows) -> str:
             " / ".join("–" if name not in ms else f"{ms[name][0]:.1f}, {ms[name][1]:.1f}" for ms in latency)
             for name in ("first_token_ms", "between_tokens_ms")
         ]
-        table.append([row["model"], mix_of(row), str(row["requests"]), *times])
+        table.append([model_of(row), mix_of(row), str(row["requests"]), *times])
     head = ["model", "mean tokens in + out", "requests", "first token, ms", "between tokens, ms"]
     newest, backends = lines[-1], {str(row["fused all-reduce"][row["baseline"]]["backend"]) for row in lines}
-    note = f"{newest['layers']} layers of random weights; stock all-reduces with FlashInfer ({', '.join(sorted(backends))})"
+    note = f"{LAYERS} layers of random weights, or as many as named; stock all-reduces with FlashInfer ({', '.join(sorted(backends))})"
     return f"{newest['gpu']}, {note}. Times of tokens: [median, 99%], weft / stock:\n\n{grid(head, table)}"
 
 

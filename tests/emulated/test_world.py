@@ -1719,5 +1719,6 @@ def test_a_collective_runs_on_its_stream_which_waits_for_it(monkeypatch: pytest.
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream.cuda_stream))
     backend.all_reduce(torch.zeros(2), streams[1])  # type: ignore[arg-type]
-    backend.all_reduce(torch.zeros(2), streams[1], communicator("limited"))  # type: ignore[arg-type]
+    limited = SimpleNamespace(_get_backend=lambda device: communicator("limited"))
+    backend.all_reduce(torch.zeros(2), streams[1], backend._collectives(limited))  # type: ignore[arg-type]
     assert steps == [("own", handle), ("wait", handle), ("limited", handle), ("wait", handle)] and current == [0]

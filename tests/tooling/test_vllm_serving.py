@@ -179,6 +179,13 @@ def test_the_page_shows_the_difference_of_the_two_stock_turns() -> None:
     )
 
 
+def test_the_page_names_the_layers_of_a_whole_model() -> None:
+    """A row of all layers does not replace the row of 16 layers."""
+    lines = [row(1.02), row(1.1) | {"layers": 80}]
+    for page in (vllm_page.serving(lines), vllm_page.latencies(lines)):
+        assert "| Llama-8B | decode: 128 + 64 |" in page and "| Llama-8B, 80 layers | decode: 128 + 64 |" in page
+
+
 def test_the_page_shows_a_second_stock_engine_as_noise() -> None:
     """The second stock engine has no line of its own. The range of its ratios widens stock vLLM's range in the same
     mix, so that a speedup within that range is not bold."""

@@ -19,17 +19,11 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    ReduceScatterOptions,
-    _get_default_group,
-)
+from torch.distributed.distributed_c10d import _get_default_group
 from triton import JITFunction
 
 from .. import architectures
@@ -47,6 +41,7 @@ from .base import BETWEEN_CTAS, Arguments, Backend, Communicator, R, StreamWork,
 from .launcher import Launcher, NotingLauncher, room_of
 from .library_gemm import linear
 from .messages import Messages
+from .nccl import Collectives, collectives
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads, any_call_allowed, driver
@@ -54,7 +49,6 @@ from .uploads import Uploads, any_call_allowed, driver
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 NCCL_CTAS = 64  # the largest number of channels of a communicator, which runs one CTA per channel
-OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
 
 
 @functools.cache
@@ -303,7 +297,7 @@ class GpuBackend(Backend):
                 return self._collective(stream, enqueue, *arguments)
         if self.uploads.pending:
             self.uploads.precede(stream)
-        work = enqueue(*arguments)
+        work = enqueue(stream, *arguments)
         if work is not None:
             work.wait()
 
@@ -418,17 +412,6 @@ def _symmetric_memory(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def _unpickled(post: bytes) -> Any:
     return "something longer" if post == _TOO_LONG else pickle.loads(post[1:])
-
-
-def _on_this_stream(options: OnThisStream) -> OnThisStream:
-    options.asyncOp = False
-    return options
-
-
-_GATHER = _on_this_stream(AllgatherOptions())
-_SCATTER = _on_this_stream(ReduceScatterOptions())
-_REDUCE = _on_this_stream(AllreduceOptions())
-_EXCHANGED = _on_this_stream(AllToAllOptions())
 
 
 class _On:
@@ -802,25 +785,26 @@ class CudaBackend(GpuBackend):
         addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
         return SymmetricTensor(local, peers, addresses, int(getattr(memory_handle, "multicast_ptr", 0) or 0))
 
-    # Collectives call the group's NCCL backend: torch.distributed's functions add checks, and the group's own methods
-    # add torch's dispatcher, which cost host time. A collective of one rank is a copy, because its group may not
-    # support CUDA tensors (`alone`).
+    # A collective of one rank is a copy, because its group may not support CUDA tensors (`alone`).
 
     @cached_property
-    def _nccl(self) -> Communicator:
-        return self.group._get_backend(self.device)
+    def _nccl(self) -> Collectives:
+        return self._collectives(self.group)
+
+    def _collectives(self, group: dist.ProcessGroup) -> Collectives:
+        return collectives(group, self.device, nodes.spread(self.nodes) is not None)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        self.collective(stream, self._nccl._allgather_base, out, x, _GATHER)
+        self.collective(stream, self._nccl.all_gather, out, x)
 
     def all_gather_together(
         self, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], stream: torch.cuda.Stream
     ) -> None:
         if self.size == 1:
             return super().all_gather_together(outs, inputs, stream)
-        self.collective(stream, self.group.allgather_into_tensor_coalesced, [*outs], [*inputs], _GATHER)
+        self.collective(stream, self._nccl.all_gather_together, outs, inputs)
 
     def communicator(self, ctas: int) -> Communicator:
         """Make a separate process group. In a World that contains only some of torch.distributed's ranks this returns
@@ -831,7 +815,7 @@ class CudaBackend(GpuBackend):
         if ctas not in self._communicators:
             group = self._split([range(self.size)], ctas)
             self._warm_up(group, self.size)
-            self._communicators[ctas] = group._get_backend(self.device)
+            self._communicators[ctas] = self._collectives(group)
         return self._communicators[ctas]
 
     def reduce_scatter(
@@ -839,12 +823,12 @@ class CudaBackend(GpuBackend):
     ) -> None:
         if self.size == 1:
             return self.copy(out, x, stream)
-        self.collective(stream, (on or self._nccl)._reduce_scatter_base, out, x, _SCATTER)
+        self.collective(stream, (on or self._nccl).reduce_scatter, out, x)
 
     def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: Communicator = None) -> None:
         if self.size == 1:
             return
-        self.collective(stream, (on or self._nccl).allreduce, [x], _REDUCE)
+        self.collective(stream, (on or self._nccl).all_reduce, x)
 
     def all_to_all(
         self,
@@ -853,7 +837,6 @@ class CudaBackend(GpuBackend):
         stream: torch.cuda.Stream,
         on: Communicator = None,
     ) -> None:
-        outs, inputs = list(outs), list(inputs)
         if self.size == 1:
             return self.copy(outs[0], inputs[0], stream)
-        self.collective(stream, (on or self._nccl).alltoall, outs, inputs, _EXCHANGED)
+        self.collective(stream, (on or self._nccl).all_to_all, outs, inputs)

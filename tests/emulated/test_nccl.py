@@ -1,0 +1,275 @@
+"""NCCL's collectives: by torch.distributed, or called directly under weft's watch. A stand-in replaces the library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from weft.backends import nccl
+from weft.errors import WeftError
+
+FUNCTIONS = [
+    f"nccl{name}" for name in ("AllGather", "ReduceScatter", "AllReduce", "Send", "Recv", "GroupStart", "GroupEnd")
+]
+CUDA = torch.device("cuda", 3)
+STREAM = SimpleNamespace(cuda_stream=77)
+
+
+class Event:
+    """An event that completes when its `done` is set."""
+
+    def __init__(self) -> None:
+        self.done, self.streams = True, list[object]()
+
+    def record(self, stream: object) -> None:
+        self.done = False
+        self.streams.append(stream)
+
+    def query(self) -> bool:
+        return self.done
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that claims to be on GPU 3."""
+
+    def get_device(self) -> int:
+        return 3
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A communicator of 4 ranks on GPU 3, and what was called: by torch, in NCCL, and in what state."""
+    stand_in = SimpleNamespace(torch=[], nccl=[], current=3, capturing=False, communicator=1000, status=0)
+
+    def by_torch(name: str) -> Callable[..., str]:
+        return lambda *_: stand_in.torch.append(name) or "a Work"
+
+    def by_nccl(name: str) -> Callable[..., int]:
+        return lambda *arguments: stand_in.nccl.append((name, arguments)) or stand_in.status
+
+    names = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall"
+    stand_in.backend = SimpleNamespace(**{name: by_torch(name) for name in names})
+    stand_in.backend.options = SimpleNamespace(_timeout=timedelta(seconds=40))
+    stand_in.backend._comm_ptr = lambda: stand_in.communicator
+    coalesced = "allgather_into_tensor_coalesced"
+    stand_in.group = SimpleNamespace(
+        **{coalesced: by_torch(coalesced)}, _get_backend=lambda device: stand_in.backend, size=lambda: 4, rank=lambda: 1
+    )
+    functions = {name: by_nccl(name) for name in FUNCTIONS}
+    library = SimpleNamespace(**functions, ncclGetErrorString=lambda status: b"unhandled system error")
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stand_in.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stand_in.capturing, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(nccl, "_watches", lambda: stand_in.watches)
+    monkeypatch.setattr(nccl, "_library", lambda: library)
+    stand_in.watches = set[nccl.Watch]()
+    stand_in.collectives = nccl.collectives(stand_in.group, CUDA, False)  # type: ignore[arg-type]
+    return stand_in
+
+
+def test_collectives_call_nccl_on_torchs_communicator(stand_in: SimpleNamespace) -> None:
+    """NCCL sends a gather's rows as bytes, so that every dtype has one. A reduction counts elements of its dtype."""
+    x, whole, part = on_gpu(2, 8), on_gpu(8, 8), on_gpu(2, 8)
+    assert stand_in.collectives.all_gather(STREAM, whole, x) is None
+    assert stand_in.collectives.reduce_scatter(STREAM, part, whole) is None
+    assert stand_in.collectives.all_reduce(STREAM, x.float().as_subclass(OnGpu)) is None
+    assert not stand_in.torch
+    (gather, gathered), (scatter, scattered), (reduce, reduced) = stand_in.nccl
+    assert (gather, gathered) == ("ncclAllGather", (x.data_ptr(), whole.data_ptr(), 32, nccl.UINT8, 1000, 77))
+    assert (scatter, scattered) == (
+        "ncclReduceScatter", (whole.data_ptr(), part.data_ptr(), 16, 9, nccl.SUM, 1000, 77)
+    )  # fmt: skip
+    assert reduce == "ncclAllReduce" and reduced[0] == reduced[1] and reduced[2:] == (16, 7, nccl.SUM, 1000, 77)
+
+
+def test_several_transfers_are_one_group(stand_in: SimpleNamespace) -> None:
+    rows, scales = on_gpu(2, 8), on_gpu(2, 1, dtype=torch.float32)
+    outs = [on_gpu(8, 8), on_gpu(8, 1, dtype=torch.float32)]
+    assert stand_in.collectives.all_gather_together(STREAM, outs, [rows, scales]) is None
+    assert [name for name, _ in stand_in.nccl] == ["ncclGroupStart", *["ncclAllGather"] * 2, "ncclGroupEnd"]
+    assert [arguments[2] for _, arguments in stand_in.nccl[1:3]] == [32, 8]
+    stand_in.nccl.clear()
+    sent, received = [[on_gpu(n) for n in counts] for counts in ((3, 0, 2, 1), (3, 4, 0, 0))]
+    assert stand_in.collectives.all_to_all(STREAM, received, sent) is None
+    assert [(name, arguments[1:5]) for name, arguments in stand_in.nccl[1:-1]] == [
+        ("ncclSend", (6, nccl.UINT8, 0, 1000)), ("ncclRecv", (6, nccl.UINT8, 0, 1000)), ("ncclRecv", (8, nccl.UINT8, 1, 1000)),
+        ("ncclSend", (4, nccl.UINT8, 2, 1000)), ("ncclSend", (2, nccl.UINT8, 3, 1000)),
+    ]  # fmt: skip
+    assert len(stand_in.watches) == 1 and not stand_in.torch
+
+
+def test_torch_enqueues_groups_that_do_not_fit(stand_in: SimpleNamespace) -> None:
+    assert stand_in.collectives.all_gather_together(STREAM, [on_gpu(7, 8)], [on_gpu(2, 8)]) == "a Work"
+    assert stand_in.collectives.all_to_all(STREAM, [on_gpu(1)] * 3, [on_gpu(1)] * 3) == "a Work"
+    assert stand_in.torch == ["allgather_into_tensor_coalesced", "alltoall"] and not stand_in.nccl
+
+
+@pytest.mark.parametrize(
+    "why", ["no communicator yet", "another current GPU", "strided", "wrong size", "dtype", "on the CPU"]
+)
+def test_torch_enqueues_what_it_must_begin_or_refuse(stand_in: SimpleNamespace, why: str) -> None:
+    x, whole = on_gpu(2, 8), on_gpu(8, 8)
+    if why == "no communicator yet":
+        stand_in.communicator = 0
+    elif why == "another current GPU":
+        stand_in.current = 0
+    elif why == "strided":
+        x = on_gpu(2, 16)[:, ::2]
+    elif why == "wrong size":
+        whole = on_gpu(6, 8)
+    elif why == "dtype":
+        x, whole = on_gpu(2, 8, dtype=torch.int64), on_gpu(8, 8)
+    else:
+        x = torch.zeros(2, 8, dtype=torch.bfloat16)
+    assert stand_in.collectives.all_gather(STREAM, whole, x) == "a Work"
+    assert stand_in.collectives.reduce_scatter(STREAM, x, whole) == "a Work"
+    assert stand_in.torch == ["_allgather_base", "_reduce_scatter_base"] and not stand_in.nccl and not stand_in.watches
+
+
+def test_torch_sums_dtypes_that_are_not_listed(stand_in: SimpleNamespace) -> None:
+    assert stand_in.collectives.all_reduce(STREAM, on_gpu(4, dtype=torch.int32)) == "a Work" and stand_in.torch == [
+        "allreduce"
+    ]
+
+
+def test_an_error_of_nccl_is_raised(stand_in: SimpleNamespace) -> None:
+    stand_in.status = 2
+    with pytest.raises(WeftError, match="NCCL failed with 2: unhandled system error"):
+        stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    assert not stand_in.watches
+
+
+def test_an_event_follows_each_collective_outside_captures(stand_in: SimpleNamespace) -> None:
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    (watch,) = stand_in.watches
+    assert watch.latest.streams == [STREAM]
+    stand_in.capturing = True
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    assert watch.latest.streams == [STREAM] and len(stand_in.nccl) == 2
+
+
+def test_a_collective_that_does_not_end_is_found(stand_in: SimpleNamespace) -> None:
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    (watch,) = stand_in.watches
+    assert not watch.look(0.0) and not watch.look(40.0) and watch.look(41.0)
+
+
+def test_collectives_that_end_late_together_but_not_alone_are_no_error(stand_in: SimpleNamespace) -> None:
+    """A busy host is always ahead of the GPU, so that the newest collective has never ended at a look."""
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    (watch,) = stand_in.watches
+    for second in range(0, 1000, 30):
+        event = watch.latest
+        stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+        assert not watch.look(second)  # takes the event that was just recorded
+        stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+        assert watch.latest is not event and not event.query()
+        event.done = True
+        assert not watch.look(second + 29)
+
+
+def test_a_stuck_collective_is_found_behind_collectives_that_ended(stand_in: SimpleNamespace) -> None:
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    (watch,) = stand_in.watches
+    assert not watch.look(0.0)
+    ended = watch._watched
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))  # never ends
+    ended.done = True
+    assert not any(watch.look(second) for second in (1.0, 2.0, 3.0, 42.0)) and watch.look(43.0)
+
+
+def test_without_collectives_nothing_is_watched(stand_in: SimpleNamespace) -> None:
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    (watch,) = stand_in.watches
+    watch.look(0.0)
+    watch._watched.done = True
+    assert not any(watch.look(second) for second in (1.0, 2.0, 1000.0)) and watch._watched is None
+
+
+def test_the_thread_ends_the_process_at_a_collective_that_does_not_end(
+    stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Ended(Exception):
+        pass
+
+    def abort() -> None:
+        raise Ended
+
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr(nccl.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(nccl.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(nccl, "any_call_allowed", lambda: stand_in.allowed)
+    monkeypatch.setattr(nccl.os, "abort", abort)
+    monkeypatch.setattr(nccl.faulthandler, "dump_traceback", lambda: None)
+    stand_in.allowed = nullcontext()
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    with pytest.raises(Ended):
+        nccl._look_at(stand_in.watches)
+    assert "rank 1 on cuda:3: a collective of NCCL has not ended within 40 s" in capfd.readouterr().err
+
+
+def test_the_thread_ends_with_the_gpu(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(seconds: float) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    (watch,) = stand_in.watches
+    monkeypatch.setattr(watch, "look", failed)
+    monkeypatch.setattr(nccl.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(nccl, "any_call_allowed", lambda: nullcontext())
+    nccl._look_at(stand_in.watches)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"nodes": True}, "network"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, None),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT=1"),
+        ({"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, "TORCH_NCCL_USE_COMM_NONBLOCKING=1"),
+        ({"wrapped": True}, "communicator"),
+        ({"library": None}, "its own copy"),
+    ],
+)
+def test_torch_keeps_the_collectives_whose_errors_it_treats(
+    stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], reason: str | None
+) -> None:
+    for name, value in change.items():
+        if name.isupper():
+            monkeypatch.setenv(name, value)
+    if "wrapped" in change:  # by TORCH_DISTRIBUTED_DEBUG=DETAIL
+        del stand_in.backend._comm_ptr
+    if "library" in change:
+        monkeypatch.setattr(nccl, "_library", lambda: None)
+    given_reason = nccl.why_by_torch(stand_in.group, CUDA, "nodes" in change)
+    assert given_reason is None if reason is None else reason in str(given_reason)
+    direct = isinstance(nccl.collectives(stand_in.group, CUDA, "nodes" in change), nccl.DirectCollectives)
+    assert direct == (reason is None)
+
+
+def test_only_the_nccl_that_torch_has_loaded_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A communicator is an address in the library that made it."""
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    for version, is_torchs in ((22809, True), (22304, False)):
+        library = SimpleNamespace(**{name: SimpleNamespace() for name in [*FUNCTIONS, "ncclGetErrorString"]})
+        library.ncclGetVersion = lambda pointer, version=version: setattr(pointer._obj, "value", version)
+        monkeypatch.setattr(nccl.ctypes, "CDLL", lambda name, mode, library=library: library)
+        assert (nccl._library.__wrapped__() is library) == is_torchs
+
+    def absent(name: str, mode: int) -> None:
+        raise OSError(name)
+
+    monkeypatch.setattr(nccl.ctypes, "CDLL", absent)
+    assert nccl._library.__wrapped__() is None
