@@ -72,7 +72,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(nccl, "_watches", lambda: stand_in.watches)
     monkeypatch.setattr(nccl, "_library", lambda: library)
-    stand_in.watches = set[nccl.Watch]()
+    stand_in.watches = list[Any]()
     stand_in.collectives = nccl.collectives(stand_in.group, CUDA, False)  # type: ignore[arg-type]
     return stand_in
 
@@ -105,7 +105,7 @@ def test_several_transfers_are_one_group(stand_in: SimpleNamespace) -> None:
         ("ncclSend", (6, nccl.UINT8, 0, 1000)), ("ncclRecv", (6, nccl.UINT8, 0, 1000)), ("ncclRecv", (8, nccl.UINT8, 1, 1000)),
         ("ncclSend", (4, nccl.UINT8, 2, 1000)), ("ncclSend", (2, nccl.UINT8, 3, 1000)),
     ]  # fmt: skip
-    assert len(stand_in.watches) == 1 and not stand_in.torch
+    assert stand_in.collectives._watch._recorded and not stand_in.torch
 
 
 def test_torch_enqueues_groups_that_do_not_fit(stand_in: SimpleNamespace) -> None:
@@ -133,7 +133,11 @@ def test_torch_enqueues_what_it_must_begin_or_refuse(stand_in: SimpleNamespace, 
         x = torch.zeros(2, 8, dtype=torch.bfloat16)
     assert stand_in.collectives.all_gather(STREAM, whole, x) == "a Work"
     assert stand_in.collectives.reduce_scatter(STREAM, x, whole) == "a Work"
-    assert stand_in.torch == ["_allgather_base", "_reduce_scatter_base"] and not stand_in.nccl and not stand_in.watches
+    assert (
+        stand_in.torch == ["_allgather_base", "_reduce_scatter_base"]
+        and not stand_in.nccl
+        and not stand_in.collectives._watch._recorded
+    )
 
 
 def test_torch_sums_dtypes_that_are_not_listed(stand_in: SimpleNamespace) -> None:
@@ -146,12 +150,12 @@ def test_an_error_of_nccl_is_raised(stand_in: SimpleNamespace) -> None:
     stand_in.status = 2
     with pytest.raises(WeftError, match="NCCL failed with 2: unhandled system error"):
         stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    assert not stand_in.watches
+    assert not stand_in.collectives._watch._recorded
 
 
 def test_an_event_follows_each_collective_outside_captures(stand_in: SimpleNamespace) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    (watch,) = stand_in.watches
+    watch = stand_in.collectives._watch
     assert watch.latest.streams == [STREAM]
     stand_in.capturing = True
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
@@ -160,14 +164,14 @@ def test_an_event_follows_each_collective_outside_captures(stand_in: SimpleNames
 
 def test_a_collective_that_does_not_end_is_found(stand_in: SimpleNamespace) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    (watch,) = stand_in.watches
+    watch = stand_in.collectives._watch
     assert not watch.look(0.0) and not watch.look(40.0) and watch.look(41.0)
 
 
 def test_collectives_that_end_late_together_but_not_alone_are_no_error(stand_in: SimpleNamespace) -> None:
     """A busy host is always ahead of the GPU, so that the newest collective has never ended at a look."""
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    (watch,) = stand_in.watches
+    watch = stand_in.collectives._watch
     for second in range(0, 1000, 30):
         event = watch.latest
         stand_in.collectives.all_reduce(STREAM, on_gpu(4))
@@ -180,7 +184,7 @@ def test_collectives_that_end_late_together_but_not_alone_are_no_error(stand_in:
 
 def test_a_stuck_collective_is_found_behind_collectives_that_ended(stand_in: SimpleNamespace) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    (watch,) = stand_in.watches
+    watch = stand_in.collectives._watch
     assert not watch.look(0.0)
     ended = watch._watched
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))  # never ends
@@ -190,7 +194,7 @@ def test_a_stuck_collective_is_found_behind_collectives_that_ended(stand_in: Sim
 
 def test_without_collectives_nothing_is_watched(stand_in: SimpleNamespace) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    (watch,) = stand_in.watches
+    watch = stand_in.collectives._watch
     watch.look(0.0)
     watch._watched.done = True
     assert not any(watch.look(second) for second in (1.0, 2.0, 1000.0)) and watch._watched is None
@@ -212,9 +216,11 @@ def test_the_thread_ends_the_process_at_a_collective_that_does_not_end(
     monkeypatch.setattr(nccl.os, "abort", abort)
     monkeypatch.setattr(nccl.faulthandler, "dump_traceback", lambda: None)
     stand_in.allowed = nullcontext()
+    nccl.Watch(40.0, "a World that was dropped")
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
     with pytest.raises(Ended):
         nccl._look_at(stand_in.watches)
+    assert [reference() for reference in stand_in.watches] == [stand_in.collectives._watch]
     assert "rank 1 on cuda:3: a collective of NCCL has not ended within 40 s" in capfd.readouterr().err
 
 
@@ -223,7 +229,7 @@ def test_the_thread_ends_with_the_gpu(stand_in: SimpleNamespace, monkeypatch: py
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    (watch,) = stand_in.watches
+    watch = stand_in.collectives._watch
     monkeypatch.setattr(watch, "look", failed)
     monkeypatch.setattr(nccl.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(nccl, "any_call_allowed", lambda: nullcontext())

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..errors import WeftError
+from .base import Communicator
 from .uploads import any_call_allowed
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
@@ -57,7 +58,7 @@ class Collectives:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
-        self._backend: Any = group._get_backend(device)
+        self._backend: Communicator = group._get_backend(device)  # torch's stubs lack the methods of NCCL's backend
 
     def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
         return self._backend._allgather_base(out, x, _GATHER)
@@ -83,7 +84,7 @@ class DirectCollectives(Collectives):
     """The collectives of a process group by calls of NCCL. torch.distributed still enqueues the first collective, which
     makes the communicator, and those whose arguments it has to check or to refuse."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, library: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, library: ctypes.CDLL) -> None:
         super().__init__(group, device)
         self._library, self._device, self._size = library, device.index, group.size()
         self._watch = Watch(self._backend.options._timeout.total_seconds(), f"rank {group.rank()} on {device}")
@@ -172,43 +173,47 @@ class Watch:
         self.latest, self._spare = torch.cuda.Event(), torch.cuda.Event()
         self._watched: torch.cuda.Event | None = None
         self._recorded, self._since = False, 0.0
+        _watches().append(weakref.ref(self))
 
     def record(self, stream: torch.cuda.Stream) -> None:
         self.latest.record(stream)
-        if not self._recorded:
-            self._recorded = True
-            _watches().add(self)
+        self._recorded = True
 
-    def look(self, now: float) -> bool:
+    def look(self, moment: float) -> bool:
         """Return whether a collective has not ended within the time."""
         if self._watched is not None:
             if not self._watched.query():
-                return now - self._since > self.seconds
+                return moment - self._since > self.seconds
             self._spare, self._watched = self._watched, None
         elif self._recorded:
             self._recorded = False
-            self._watched, self.latest, self._since = self.latest, self._spare, now
+            self._watched, self.latest, self._since = self.latest, self._spare, moment
         return False
 
 
 @functools.cache
-def _watches() -> weakref.WeakSet[Watch]:
+def _watches() -> list[weakref.ref[Watch]]:
     """Return the watches that a thread looks at. The first call starts the thread."""
-    watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+    watches: list[weakref.ref[Watch]] = []
     threading.Thread(target=_look_at, args=(watches,), name="weft's watch of NCCL", daemon=True).start()
     return watches
 
 
-def _look_at(watches: weakref.WeakSet[Watch]) -> None:
+def _look_at(watches: list[weakref.ref[Watch]]) -> None:
     while True:
         time.sleep(TICK)
-        try:
-            with any_call_allowed():
-                late = [watch for watch in list(watches) if watch.look(time.monotonic())]
-        except RuntimeError:  # the GPU has failed, and each call that uses it raises the error
-            return
-        for watch in late:
-            _end(watch)
+        for reference in list(watches):  # other threads may append
+            watch = reference()
+            if watch is None:
+                watches.remove(reference)
+                continue
+            try:
+                with any_call_allowed():
+                    late = watch.look(time.monotonic())
+            except RuntimeError:  # the GPU has failed, and each call that uses it raises the error
+                return
+            if late:
+                _end(watch)
 
 
 def _end(watch: Watch) -> None:
@@ -261,6 +266,7 @@ def why_by_torch(group: dist.ProcessGroup, device: torch.device, several_nodes: 
 
 
 def collectives(group: dist.ProcessGroup, device: torch.device, several_nodes: bool) -> Collectives:
-    if why_by_torch(group, device, several_nodes) is not None:
+    library = _library()
+    if library is None or why_by_torch(group, device, several_nodes) is not None:
         return Collectives(group, device)
-    return DirectCollectives(group, device, _library())
+    return DirectCollectives(group, device, library)
