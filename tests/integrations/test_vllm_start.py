@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
 import random
 import timeit
@@ -486,7 +487,23 @@ def test_the_last_passes_of_the_start_are_those_without_graphs_and_the_largest_o
         passes.serve([(1, 4, OwnRows()), (385, 700, OwnRows())])
         return passes.last_warm_ups()
 
-    assert standin.run(main) == [[1024, 768, 640, 512]] * 2
+    sizes = [1024, *range(704, 511, -32), *range(496, 399, -16)]
+    assert standin.run(main) == [sizes] * 2
+
+
+@pytest.mark.parametrize("captured", [(), (1, 2, 4, 8, 16), tuple(range(8, 513, 8)), tuple(range(8, 393, 8))])
+def test_padding_adds_at_most_a_sixteenth_to_a_pass_that_vllm_does_not_capture(captured: tuple[int, ...]) -> None:
+    """Below 128 tokens sizes are 8 apart. Every power of two is a size, because ranges of tokens end there."""
+
+    def main(world: weft.World) -> list[int]:
+        passes = Passes(torch.nn.Identity(), None, world, lambda: None, standin.graph_capture, 5000, captured=captured)
+        return passes.known_sizes()
+
+    sizes, _ = standin.run(main)
+    assert sizes[-1] == 5000 and {1 << power for power in range(13)} - {*range(max(captured, default=0))} <= {*sizes}
+    further = [size for size in sizes if size >= max(captured, default=8)]
+    assert all(size - before <= max(before / 16, 8) for before, size in itertools.pairwise(further))
+    assert len(further) < 130
 
 
 def requests(world: weft.World, count: int) -> tuple[str, int]:

@@ -34,7 +34,7 @@ from ...timing import CallTime, back_to_back
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
-from .twin import STEP, Passes, Switched
+from .twin import Passes, Switched, step_above
 from .woven import FEWEST_TOKENS
 
 VLLM = "vLLM"  # the candidate for vLLM's own pass
@@ -108,10 +108,11 @@ def spans(passes: Passes) -> Iterator[TokenSpan]:
         high = sizes[-1]
     while high < passes.max_tokens:
         low, high = high + 1, min(1 << high.bit_length(), passes.max_tokens)
-        steps = [(high - low + 1) // STEP * part // 8 for part in PARTS]
-        starts = [low, *((low - 1) // STEP * STEP + step * STEP + 1 for step in steps if step)]
+        step = step_above(low - 1)
+        parts = [(high - low + 1) // step * part // 8 for part in PARTS]
+        starts = [low, *((low - 1) // step * step + part * step + 1 for part in parts if part)]
         if high == passes.max_tokens:
-            starts.append(max(low, (high - 1) // STEP * STEP + 1))
+            starts.append(max(low, (high - 1) // step * step + 1))
         yield TokenSpan(high, tuple((start, start) for start in dict.fromkeys(starts)), "eager")
 
 
