@@ -133,7 +133,9 @@ def serving(lines: Rows) -> str:
         ranges = [f"{row[name][0]:.2f}–{row[name][1]:.2f}" for name in ("ratio_range", "null_range")]
         table.append([model_of(row), mix_of(row), f"**{speedup}**" if beyond_noise(row) else speedup, *ranges])
     head = ["model", "mean tokens in + out", "median speedup", "range", "stock / stock"]
-    dates = ", ".join(f"{date} ({', '.join(mixes[date])})" if len(mixes) > 1 else date for date in sorted(mixes))
+    dates = ", ".join(
+        f"{date} ({', '.join(dict.fromkeys(mixes[date]))})" if len(mixes) > 1 else date for date in sorted(mixes)
+    )
     return f"vLLM {lines[-1]['vllm']}, {dates}:\n\n{grid(head, table)}"
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ FUNCTIONS = [
     f"nccl{name}" for name in ("AllGather", "ReduceScatter", "AllReduce", "Send", "Recv", "GroupStart", "GroupEnd")
 ]
 CUDA = torch.device("cuda", 3)
+ROOT = Path(__file__).parents[2]
 STREAM = SimpleNamespace(cuda_stream=77)
 
 
@@ -279,3 +282,20 @@ def test_only_the_nccl_that_torch_has_loaded_is_called(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(nccl.ctypes, "CDLL", absent)
     assert nccl._library.__wrapped__() is None
+
+
+def test_the_stored_times_of_the_host_give_the_ratios_of_the_comment() -> None:
+    """The runs alternated on one machine, so that each ratio is of one run."""
+    rows = [
+        json.loads(line)
+        for line in (ROOT / "bench/results/nvidia-h200-x2/experiments/host-nccl.jsonl").read_text().splitlines()
+    ]
+    us = {(row["nccl"], row["run"], row["op"], row["method"]): row["us"] for row in rows}
+    for way, end in (("direct", "0.76x to 1.02x of"), ("torch", "1.14x to 1.29x by torch")):
+        ratios = [
+            time / us[(*key, "library")]
+            for (*key, method), time in us.items()
+            if key[0] == way and method == "sequential" and (*key, "library") in us
+        ]
+        assert len(ratios) == 8 and f"{min(ratios):.2f}x to {max(ratios):.2f}x {end.rpartition('x ')[2]}" == end
+        assert end in " ".join(str(nccl.__doc__).split())
