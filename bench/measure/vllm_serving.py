@@ -24,7 +24,7 @@ its end a log has the memory that the engine allocated during requests.
 
 The mix "timeline" is to be the last: torch.profiler traces steps of TRACED's tokens. DIR/vllm_timeline.jsonl has a row for each engine and step,
 with `ratio_step` and `ratio_layer`, stock's time over the method's by class of kernels; DIR/vllm_timeline.txt lists the kernels of a layer, and
-DIR/vllm_trace-MODEL-METHOD-TOKENS.json.gz has all kernels, calls and steps of the ranks (`vllm_timeline.trace_of`). Traced
+DIR/vllm_trace-MODEL-LAYERS-METHOD-TOKENS.json.gz has all kernels, calls and steps of the ranks (`vllm_timeline.trace_of`). Traced
 steps are slower: `untraced_seconds` and `traced_seconds` are those of the whole load.
 """
 
@@ -140,7 +140,7 @@ class Engine:
         return served
 
     def timeline(self, load: Load, tokens: int) -> dict[str, Any]:
-        name = f"{self.setup.model}-{self.setup.method.replace(' ', '_')}-{tokens}"
+        name = f"{self.setup.model}-{self.setup.layers}-{self.setup.method.replace(' ', '_')}-{tokens}"
         file = self.log.with_name(f"vllm_trace-{name}.json.gz")
         self.pipe.send(TracedLoad(load, tokens, self.setup.layers, file))
         row: dict[str, Any] = self.answer(TRACE_TIMEOUT)
@@ -296,7 +296,7 @@ def measure(model: str, args: argparse.Namespace, end: float) -> bool:
     share = round(MEMORY / len(args.methods), 3)
     engines = {}
     for method in args.methods:
-        log = args.out / f"vllm_serving-{model}-{len(args.gpus)}-{method.replace(' ', '_')}.log"
+        log = args.out / f"vllm_serving-{model}-{args.layers}-{len(args.gpus)}-{method.replace(' ', '_')}.log"
         setup = Setup(model, method, tuple(args.gpus), args.tokens_a_step, share, int(args.cache * 2**30), args.layers)
         engines[method] = Engine(setup, log)
     began = time.monotonic()

@@ -158,7 +158,7 @@ def latencies(lines: Rows) -> str:
 def steps(lines: Rows) -> str:
     """Return a line for each number of tokens of traced steps: the times of a layer, stock and weft, and the speedups of
     the median step by weft, of the second stock engine, and of stock without its communication."""
-    newest = {(row["tokens"], row["method"]): row for row in lines if row["model"] == lines[-1]["model"]}
+    newest = {(row["tokens"], row["method"]): row for row in lines if model_of(row) == model_of(lines[-1])}
     table = []
     for tokens in sorted({tokens for tokens, _ in newest}):
         stock, weft, again = (newest[tokens, method]["means"] for method in ("stock", "weft", STOCK_AGAIN))
@@ -177,5 +177,5 @@ def steps(lines: Rows) -> str:
         "stock again",
         "no communication",
     ]
-    gpu = f"{lines[-1]['gpu']}, vLLM {lines[-1]['vllm']}, {lines[-1]['model']}, {lines[-1]['date']}"
+    gpu = f"{lines[-1]['gpu']}, vLLM {lines[-1]['vllm']}, {model_of(lines[-1])}, {lines[-1]['date']}"
     return f"{gpu}. us of a layer, stock / weft, then the speedup of a step:\n\n{grid(head, table)}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,17 @@ from weft.backends import nccl
 from weft.errors import WeftError
 
 FUNCTIONS = [
-    f"nccl{name}" for name in ("AllGather", "ReduceScatter", "AllReduce", "Send", "Recv", "GroupStart", "GroupEnd")
+    f"nccl{name}"
+    for name in (
+        "AllGather",
+        "ReduceScatter",
+        "AllReduce",
+        "Send",
+        "Recv",
+        "GroupStart",
+        "GroupEnd",
+        "CommGetAsyncError",
+    )
 ]
 CUDA = torch.device("cuda", 3)
 ROOT = Path(__file__).parents[2]
@@ -52,30 +62,30 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A communicator of 4 ranks on GPU 3, and what was called: by torch, in NCCL, and in what state."""
-    stand_in = SimpleNamespace(torch=[], nccl=[], current=3, capturing=False, communicator=1000, status=0)
+    stand_in = SimpleNamespace(torch=[], nccl=[], current=3, capturing=False, communicator=1000, statuses={})
 
     def by_torch(name: str) -> Callable[..., str]:
         return lambda *_: stand_in.torch.append(name) or "a Work"
 
     def by_nccl(name: str) -> Callable[..., int]:
-        return lambda *arguments: stand_in.nccl.append((name, arguments)) or stand_in.status
+        return lambda *arguments: stand_in.nccl.append((name, arguments)) or stand_in.statuses.get(name, 0)
 
     names = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall"
     stand_in.backend = SimpleNamespace(**{name: by_torch(name) for name in names})
-    stand_in.backend.options = SimpleNamespace(_timeout=timedelta(seconds=40))
+    stand_in.backend.options = SimpleNamespace(_timeout=timedelta(seconds=50))
     stand_in.backend._comm_ptr = lambda: stand_in.communicator
     coalesced = "allgather_into_tensor_coalesced"
     stand_in.group = SimpleNamespace(
         **{coalesced: by_torch(coalesced)}, _get_backend=lambda device: stand_in.backend, size=lambda: 4, rank=lambda: 1
     )
     functions = {name: by_nccl(name) for name in FUNCTIONS}
-    library = SimpleNamespace(**functions, ncclGetErrorString=lambda status: b"unhandled system error")
+    library = stand_in.library = SimpleNamespace(**functions, ncclGetErrorString=lambda status: b"system error")
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: stand_in.current, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: stand_in.capturing, raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(nccl, "_watches", lambda: stand_in.watches)
     monkeypatch.setattr(nccl, "_library", lambda: library)
-    stand_in.watches = list[Any]()
+    stand_in.watches, stand_in.dumped = list[Any](), list[int]()
     stand_in.collectives = nccl.collectives(stand_in.group, CUDA, False)  # type: ignore[arg-type]
     return stand_in
 
@@ -99,22 +109,73 @@ def test_several_transfers_are_one_group(stand_in: SimpleNamespace) -> None:
     rows, scales = on_gpu(2, 8), on_gpu(2, 1, dtype=torch.float32)
     outs = [on_gpu(8, 8), on_gpu(8, 1, dtype=torch.float32)]
     assert stand_in.collectives.all_gather_together(STREAM, outs, [rows, scales]) is None
-    assert [name for name, _ in stand_in.nccl] == ["ncclGroupStart", *["ncclAllGather"] * 2, "ncclGroupEnd"]
-    assert [arguments[2] for _, arguments in stand_in.nccl[1:3]] == [32, 8]
+    gathers = [
+        ("ncclAllGather", (x.data_ptr(), out.data_ptr(), nbytes, nccl.UINT8, 1000, 77))
+        for x, out, nbytes in ((rows, outs[0], 32), (scales, outs[1], 8))
+    ]
+    assert stand_in.nccl == [("ncclGroupStart", ()), *gathers, ("ncclGroupEnd", ())]
     stand_in.nccl.clear()
     sent, received = [[on_gpu(n) for n in counts] for counts in ((3, 0, 2, 1), (3, 4, 0, 0))]
     assert stand_in.collectives.all_to_all(STREAM, received, sent) is None
-    assert [(name, arguments[1:5]) for name, arguments in stand_in.nccl[1:-1]] == [
-        ("ncclSend", (6, nccl.UINT8, 0, 1000)), ("ncclRecv", (6, nccl.UINT8, 0, 1000)), ("ncclRecv", (8, nccl.UINT8, 1, 1000)),
-        ("ncclSend", (4, nccl.UINT8, 2, 1000)), ("ncclSend", (2, nccl.UINT8, 3, 1000)),
-    ]  # fmt: skip
+    transfers = [
+        (name, (tensors[peer].data_ptr(), 2 * len(tensors[peer]), nccl.UINT8, peer, 1000, 77))
+        for name, tensors, peers in (("ncclSend", sent, (0, 2, 3)), ("ncclRecv", received, (0, 1)))
+        for peer in peers
+    ]
+    assert stand_in.nccl == [("ncclGroupStart", ()), *transfers, ("ncclGroupEnd", ())]
     assert stand_in.collectives._watch._recorded and not stand_in.torch
+
+
+@pytest.mark.parametrize("failing", ["ncclGroupStart", "ncclAllGather", "ncclSend", "ncclGroupEnd"])
+def test_an_error_of_any_call_of_a_group_is_raised(stand_in: SimpleNamespace, failing: str) -> None:
+    stand_in.statuses[failing] = 5
+    with pytest.raises(WeftError, match="NCCL failed with 5"):
+        if failing == "ncclSend":
+            stand_in.collectives.all_to_all(STREAM, [on_gpu(1)] * 4, [on_gpu(1)] * 4)
+        else:
+            stand_in.collectives.all_gather_together(STREAM, [on_gpu(8, 8)], [on_gpu(2, 8)])
+    assert stand_in.nccl[-1] == ("ncclGroupEnd", ())
+
+
+def test_an_exception_leaves_no_group_open(stand_in: SimpleNamespace) -> None:
+    """NCCL would not launch the thread's later collectives, not even torch's."""
+
+    def interrupted(*arguments: object) -> int:
+        raise KeyboardInterrupt
+
+    stand_in.library.ncclAllGather = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        stand_in.collectives.all_gather_together(STREAM, [on_gpu(8, 8)], [on_gpu(2, 8)])
+    assert [name for name, _ in stand_in.nccl] == ["ncclGroupStart", "ncclGroupEnd"]
+
+
+def test_a_communicator_that_does_not_block_is_waited_for(stand_in: SimpleNamespace) -> None:
+    looks = iter((7, 7, 0, 7, 5))
+
+    def status(communicator: int, pointer: Any) -> int:
+        assert communicator == 1000
+        pointer._obj.value = next(looks)
+        return 0
+
+    stand_in.statuses["ncclAllReduce"], stand_in.library.ncclCommGetAsyncError = 7, status
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    assert stand_in.collectives._watch._recorded
+    with pytest.raises(WeftError, match="NCCL failed with 5"):
+        stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    stand_in.library.ncclCommGetAsyncError = lambda *_: 0
+    stand_in.backend.options._timeout = timedelta(seconds=0.01)
+    with pytest.raises(WeftError, match="NCCL failed with 7"):
+        stand_in.collectives.all_reduce(STREAM, on_gpu(4))
 
 
 def test_torch_enqueues_groups_that_do_not_fit(stand_in: SimpleNamespace) -> None:
     assert stand_in.collectives.all_gather_together(STREAM, [on_gpu(7, 8)], [on_gpu(2, 8)]) == "a Work"
-    assert stand_in.collectives.all_to_all(STREAM, [on_gpu(1)] * 3, [on_gpu(1)] * 3) == "a Work"
-    assert stand_in.torch == ["allgather_into_tensor_coalesced", "alltoall"] and not stand_in.nccl
+    mixed = [on_gpu(8, 8, dtype=torch.float16)], [on_gpu(2, 8)]
+    assert stand_in.collectives.all_gather_together(STREAM, *mixed) == "a Work"
+    for counts in ((3, 3), (4, 3), (3, 4)):
+        lists = [[on_gpu(1)] * count for count in counts]
+        assert stand_in.collectives.all_to_all(STREAM, *lists) == "a Work"
+    assert stand_in.torch == ["allgather_into_tensor_coalesced"] * 2 + ["alltoall"] * 3 and not stand_in.nccl
 
 
 @pytest.mark.parametrize(
@@ -131,7 +192,7 @@ def test_torch_enqueues_what_it_must_begin_or_refuse(stand_in: SimpleNamespace, 
     elif why == "wrong size":
         whole = on_gpu(6, 8)
     elif why == "dtype":
-        x, whole = on_gpu(2, 8, dtype=torch.int64), on_gpu(8, 8)
+        whole = on_gpu(8, 8, dtype=torch.float16)
     else:
         x = torch.zeros(2, 8, dtype=torch.bfloat16)
     assert stand_in.collectives.all_gather(STREAM, whole, x) == "a Work"
@@ -150,8 +211,8 @@ def test_torch_sums_dtypes_that_are_not_listed(stand_in: SimpleNamespace) -> Non
 
 
 def test_an_error_of_nccl_is_raised(stand_in: SimpleNamespace) -> None:
-    stand_in.status = 2
-    with pytest.raises(WeftError, match="NCCL failed with 2: unhandled system error"):
+    stand_in.statuses["ncclAllReduce"] = 2
+    with pytest.raises(WeftError, match="NCCL failed with 2: system error"):
         stand_in.collectives.all_reduce(STREAM, on_gpu(4))
     assert not stand_in.collectives._watch._recorded
 
@@ -166,8 +227,10 @@ def test_an_event_follows_each_collective_outside_captures(stand_in: SimpleNames
 
 
 def test_a_collective_that_does_not_end_is_found(stand_in: SimpleNamespace) -> None:
-    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    """The time limit is the group's when the collective is first seen."""
     watch = stand_in.collectives._watch
+    stand_in.backend.options._timeout = timedelta(seconds=40)
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
     assert not watch.look(0.0) and not watch.look(40.0) and watch.look(41.0)
 
 
@@ -192,7 +255,7 @@ def test_a_stuck_collective_is_found_behind_collectives_that_ended(stand_in: Sim
     ended = watch._watched
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))  # never ends
     ended.done = True
-    assert not any(watch.look(second) for second in (1.0, 2.0, 3.0, 42.0)) and watch.look(43.0)
+    assert not any(watch.look(second) for second in (1.0, 2.0, 3.0, 52.0)) and watch.look(53.0)
 
 
 def test_without_collectives_nothing_is_watched(stand_in: SimpleNamespace) -> None:
@@ -203,50 +266,120 @@ def test_without_collectives_nothing_is_watched(stand_in: SimpleNamespace) -> No
     assert not any(watch.look(second) for second in (1.0, 2.0, 1000.0)) and watch._watched is None
 
 
-def test_the_thread_ends_the_process_at_a_collective_that_does_not_end(
-    stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    class Ended(Exception):
-        pass
+class Ended(Exception):
+    pass
+
+
+@pytest.fixture
+def thread(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Return the thread's function, in which each second of its sleep takes 20. The end of the process, and second
+    1,000, raise Ended."""
+    seconds, relaxed = [0.0], list[bool]()
+
+    def sleep(_: float) -> None:
+        seconds[0] += 20
+        if seconds[0] > 1000:
+            raise Ended("nothing was late")
+
+    @contextmanager
+    def any_call_allowed() -> Iterator[None]:
+        relaxed.append(True)
+        yield
+        relaxed.pop()
+
+    def query(event: Event) -> bool:
+        assert relaxed, "a query while another thread captures would be an error"
+        return event.done
 
     def abort() -> None:
-        raise Ended
+        raise Ended("the process")
 
-    clock = iter(range(0, 1000, 20))
-    monkeypatch.setattr(nccl.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(nccl.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(nccl, "any_call_allowed", lambda: stand_in.allowed)
+    monkeypatch.setattr(nccl.time, "sleep", sleep)
+    monkeypatch.setattr(nccl.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(nccl, "any_call_allowed", any_call_allowed)
+    monkeypatch.setattr(Event, "query", query)
     monkeypatch.setattr(nccl.os, "abort", abort)
-    monkeypatch.setattr(nccl.faulthandler, "dump_traceback", lambda: None)
-    stand_in.allowed = nullcontext()
-    nccl.Watch(40.0, "a World that was dropped")
+    monkeypatch.setattr(nccl.faulthandler, "dump_traceback", stand_in.dumped.append)
+    return lambda: nccl._look_at(stand_in.watches)
+
+
+def test_the_thread_ends_the_process_at_a_collective_that_does_not_end(
+    stand_in: SimpleNamespace, thread: Callable[[], None], capfd: pytest.CaptureFixture[str]
+) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    with pytest.raises(Ended):
-        nccl._look_at(stand_in.watches)
-    assert [reference() for reference in stand_in.watches] == [stand_in.collectives._watch]
-    assert "rank 1 on cuda:3: a collective of NCCL has not ended within 40 s" in capfd.readouterr().err
+    with pytest.raises(Ended, match="the process"):
+        thread()
+    assert "rank 1 on cuda:3: a collective of NCCL has not ended within 50 s" in capfd.readouterr().err
+    assert stand_in.dumped == [nccl.STDERR]
 
 
-def test_the_thread_ends_with_the_gpu(stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failed(seconds: float) -> bool:
+def test_the_process_ends_although_nothing_can_be_printed(
+    stand_in: SimpleNamespace, thread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int, data: bytes) -> None:
+        raise BrokenPipeError
+
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    monkeypatch.setattr(nccl.os, "write", broken)
+    with pytest.raises(Ended, match="the process"):
+        thread()
+
+
+def test_the_thread_goes_on_after_an_error_of_the_gpu(
+    stand_in: SimpleNamespace, thread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another GPU's collectives are still watched."""
+    healthy = nccl.collectives(stand_in.group, CUDA, False)  # type: ignore[arg-type]
+
+    def failed(moment: float) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
+    monkeypatch.setattr(stand_in.collectives._watch, "look", failed)
+    healthy.all_reduce(STREAM, on_gpu(4))  # type: ignore[arg-type]
+    with pytest.raises(Ended, match="the process"):
+        thread()
+
+
+def test_a_dropped_world_is_watched_until_its_last_collective_has_ended(
+    stand_in: SimpleNamespace, thread: Callable[[], None]
+) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
     watch = stand_in.collectives._watch
-    monkeypatch.setattr(watch, "look", failed)
-    monkeypatch.setattr(nccl.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(nccl, "any_call_allowed", lambda: nullcontext())
-    nccl._look_at(stand_in.watches)
+    stand_in.collectives = None
+    with pytest.raises(Ended, match="the process"):
+        thread()
+    watch._watched.done = True
+    with pytest.raises(Ended, match="nothing was late"):
+        thread()
+    assert stand_in.watches == []
+
+
+def test_other_threads_may_add_watches_during_a_look(stand_in: SimpleNamespace, thread: Callable[[], None]) -> None:
+    class Adding:
+        over = True
+
+        def look(self, moment: float) -> bool:
+            stand_in.watches.append(stand_in.collectives._watch)
+            return False
+
+    stand_in.watches[:] = [Adding()]
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4))
+    with pytest.raises(Ended, match="the process"):
+        thread()
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({}, None),
-        ({"nodes": True}, "network"),
+        ({"network": True}, "network"),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, None),
+        ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING=2"),
+        ({"NCCL_ASYNC_ERROR_HANDLING": "0"}, "NCCL_ASYNC_ERROR_HANDLING=0"),
         ({"TORCH_NCCL_BLOCKING_WAIT": "1"}, "TORCH_NCCL_BLOCKING_WAIT=1"),
+        ({"TORCH_NCCL_BLOCKING_WAIT": "0"}, None),
+        ({"NCCL_BLOCKING_WAIT": "True"}, "NCCL_BLOCKING_WAIT=True"),
         ({"TORCH_NCCL_USE_COMM_NONBLOCKING": "1"}, "TORCH_NCCL_USE_COMM_NONBLOCKING=1"),
         ({"wrapped": True}, "communicator"),
         ({"library": None}, "its own copy"),
@@ -262,9 +395,9 @@ def test_torch_keeps_the_collectives_whose_errors_it_treats(
         del stand_in.backend._comm_ptr
     if "library" in change:
         monkeypatch.setattr(nccl, "_library", lambda: None)
-    given_reason = nccl.why_by_torch(stand_in.group, CUDA, "nodes" in change)
+    given_reason = nccl.why_by_torch(stand_in.group, CUDA, "network" in change)
     assert given_reason is None if reason is None else reason in str(given_reason)
-    direct = isinstance(nccl.collectives(stand_in.group, CUDA, "nodes" in change), nccl.DirectCollectives)
+    direct = isinstance(nccl.collectives(stand_in.group, CUDA, "network" in change), nccl.DirectCollectives)
     assert direct == (reason is None)
 
 
@@ -276,6 +409,16 @@ def test_only_the_nccl_that_torch_has_loaded_is_called(monkeypatch: pytest.Monke
         library.ncclGetVersion = lambda pointer, version=version: setattr(pointer._obj, "value", version)
         monkeypatch.setattr(nccl.ctypes, "CDLL", lambda name, mode, library=library: library)
         assert (nccl._library.__wrapped__() is library) == is_torchs
+        if is_torchs:  # the size of an address and of a count: by default ctypes passes ints of 32 bits
+            for function, sizes in (
+                ("AllGather", "888488"),
+                ("AllReduce", "8884488"),
+                ("ReduceScatter", "8884488"),
+                ("Send", "884488"),
+                ("Recv", "884488"),
+            ):
+                argtypes = getattr(library, f"nccl{function}").argtypes
+                assert "".join(str(nccl.ctypes.sizeof(argtype)) for argtype in argtypes) == sizes
 
     def absent(name: str, mode: int) -> None:
         raise OSError(name)

@@ -492,8 +492,8 @@ def test_the_last_passes_of_the_start_are_those_without_graphs_and_the_largest_o
 
 
 @pytest.mark.parametrize("captured", [(), (1, 2, 4, 8, 16), tuple(range(8, 513, 8)), tuple(range(8, 393, 8))])
-def test_padding_adds_at_most_a_sixteenth_to_a_pass_that_vllm_does_not_capture(captured: tuple[int, ...]) -> None:
-    """Below 128 tokens sizes are 8 apart. Every power of two is a size, because ranges of tokens end there."""
+def test_sizes_beyond_those_that_vllm_captures_are_a_sixteenth_or_8_tokens_apart(captured: tuple[int, ...]) -> None:
+    """Every power of two is a size, because ranges of tokens end there."""
 
     def main(world: weft.World) -> list[int]:
         passes = Passes(torch.nn.Identity(), None, world, lambda: None, standin.graph_capture, 5000, captured=captured)

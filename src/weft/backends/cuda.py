@@ -792,7 +792,8 @@ class CudaBackend(GpuBackend):
         return self._collectives(self.group)
 
     def _collectives(self, group: dist.ProcessGroup) -> Collectives:
-        return collectives(group, self.device, nodes.spread(self.nodes) is not None)
+        by_network = self.shares_gpu or nodes.spread(self.nodes) is not None
+        return collectives(group, self.device, by_network)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:

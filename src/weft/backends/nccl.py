@@ -1,10 +1,10 @@
 """NCCL's collectives on the communicators of torch.distributed's process groups.
 
-The host needs 27 to 29 us to enqueue a collective by torch.distributed's backend, and 15 us by NCCL (two H200s,
-2026-11), because torch also records a traceback and makes a Work. `DirectCollectives` calls NCCL itself, on torch's
-communicator: known calls of sequential plans then take 0.76x to 1.02x of the host's time for the library's two calls,
-and 1.14x to 1.29x by torch (bench/results/nvidia-h200-x2/experiments/host-nccl.jsonl). `Watch` does for these
-collectives what torch's watchdog does for its own.
+The host needs 16 to 29 us to enqueue a collective by torch.distributed's backend, and 9 to 16 us by NCCL (two hosts
+with two H200s, 2026-11), because torch also records a traceback and makes a Work. `DirectCollectives` calls NCCL
+itself, on torch's communicator: known calls of sequential plans then take 0.76x to 1.02x of the host's time for the
+library's calls, and 1.14x to 1.29x by torch (bench/results/nvidia-h200-x2/experiments/host-nccl.jsonl). `Watch` does
+for these collectives what torch's watchdog does for its own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import ctypes
 import faulthandler
 import functools
 import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -35,8 +35,19 @@ from .uploads import any_call_allowed
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
 UINT8, SUM = 1, 0  # ncclUint8, ncclSum
+IN_PROGRESS = 7  # ncclInProgress: the call of a communicator that does not block is not yet made
 TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # ncclDataType_t
 TICK = 1.0  # the seconds between two looks of a `Watch`
+STDERR = 2  # the file descriptor, because sys.stderr may have none
+SET = "1", "y", "yes", "t", "true"  # what torch takes for a variable that is set
+# The values of variables that ask torch for another treatment of errors than to end the process.
+TREATED_BY_TORCH = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "2"),
+    "NCCL_ASYNC_ERROR_HANDLING": ("0", "2"),
+    "TORCH_NCCL_BLOCKING_WAIT": SET,
+    "NCCL_BLOCKING_WAIT": SET,
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": SET,
+}
 
 
 def _on_this_stream(options: OnThisStream) -> OnThisStream:
@@ -83,34 +94,32 @@ class Collectives:
 
 
 class DirectCollectives(Collectives):
-    """The collectives of a process group by calls of NCCL. torch.distributed still enqueues the first collective, which
-    makes the communicator, and those whose arguments it has to check or to refuse."""
+    """The collectives of a process group by calls of NCCL. torch.distributed still enqueues a collective if the group
+    has no communicator yet, or if it has to refuse the arguments."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, library: ctypes.CDLL) -> None:
         super().__init__(group, device)
         self._library, self._device, self._size = library, device.index, group.size()
-        self._watch = Watch(self._backend.options._timeout.total_seconds(), f"rank {group.rank()} on {device}")
+        self._watch = Watch(self, self._backend, f"rank {group.rank()} on {device}")
 
     def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
         fits = out.nbytes == self._size * x.nbytes and out.dtype == x.dtype
         if not fits or not (communicator := self._communicator(out, x)):
             return super().all_gather(stream, out, x)
         arguments = x.data_ptr(), out.data_ptr(), x.nbytes, UINT8, communicator, stream.cuda_stream
-        self._enqueued(self._library.ncclAllGather(*arguments), stream)
+        self._enqueued(self._library.ncclAllGather(*arguments), communicator, stream)
         return None
 
     def all_gather_together(
         self, stream: torch.cuda.Stream, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> dist.Work | None:
-        fits = all(out.nbytes == self._size * x.nbytes for out, x in zip(outs, inputs, strict=True))
+        pairs = list(zip(outs, inputs, strict=True))
+        fits = all(out.nbytes == self._size * x.nbytes and out.dtype == x.dtype for out, x in pairs)
         if not fits or not (communicator := self._communicator(*outs, *inputs)):
             return super().all_gather_together(stream, outs, inputs)
-        nccl, handle = self._library, stream.cuda_stream
-        statuses = [nccl.ncclGroupStart()]
-        for out, x in zip(outs, inputs, strict=True):
-            arguments = x.data_ptr(), out.data_ptr(), x.nbytes, UINT8, communicator, handle
-            statuses.append(nccl.ncclAllGather(*arguments))
-        self._enqueued(max(*statuses, nccl.ncclGroupEnd()), stream)
+        gather, handle = self._library.ncclAllGather, stream.cuda_stream
+        calls = (gather(x.data_ptr(), out.data_ptr(), x.nbytes, UINT8, communicator, handle) for out, x in pairs)
+        self._group_of(calls, communicator, stream)
         return None
 
     def reduce_scatter(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
@@ -118,30 +127,40 @@ class DirectCollectives(Collectives):
         if not fits or not (communicator := self._communicator(out, x)):
             return super().reduce_scatter(stream, out, x)
         arguments = x.data_ptr(), out.data_ptr(), out.numel(), TYPES[x.dtype], SUM, communicator, stream.cuda_stream
-        self._enqueued(self._library.ncclReduceScatter(*arguments), stream)
+        self._enqueued(self._library.ncclReduceScatter(*arguments), communicator, stream)
         return None
 
     def all_reduce(self, stream: torch.cuda.Stream, x: torch.Tensor) -> dist.Work | None:
         if x.dtype not in TYPES or not (communicator := self._communicator(x)):
             return super().all_reduce(stream, x)
         arguments = x.data_ptr(), x.data_ptr(), x.numel(), TYPES[x.dtype], SUM, communicator, stream.cuda_stream
-        self._enqueued(self._library.ncclAllReduce(*arguments), stream)
+        self._enqueued(self._library.ncclAllReduce(*arguments), communicator, stream)
         return None
 
     def all_to_all(
         self, stream: torch.cuda.Stream, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> dist.Work | None:
-        if len(outs) != self._size or not (communicator := self._communicator(*outs, *inputs)):
+        fits = len(outs) == len(inputs) == self._size
+        if not fits or not (communicator := self._communicator(*outs, *inputs)):
             return super().all_to_all(stream, outs, inputs)
-        nccl, handle = self._library, stream.cuda_stream
-        statuses = [nccl.ncclGroupStart()]
-        for peer, (out, x) in enumerate(zip(outs, inputs, strict=True)):
-            if x.nbytes:
-                statuses.append(nccl.ncclSend(x.data_ptr(), x.nbytes, UINT8, peer, communicator, handle))
-            if out.nbytes:
-                statuses.append(nccl.ncclRecv(out.data_ptr(), out.nbytes, UINT8, peer, communicator, handle))
-        self._enqueued(max(*statuses, nccl.ncclGroupEnd()), stream)
+        handle = stream.cuda_stream
+        calls = (
+            transfer(t.data_ptr(), t.nbytes, UINT8, peer, communicator, handle)
+            for transfer, tensors in ((self._library.ncclSend, inputs), (self._library.ncclRecv, outs))
+            for peer, t in enumerate(tensors)
+            if t.nbytes
+        )
+        self._group_of(calls, communicator, stream)
         return None
+
+    def _group_of(self, calls: Iterator[int], communicator: int, stream: torch.cuda.Stream) -> None:
+        """Make these calls in a group of NCCL, which is closed even if one of them raises an exception."""
+        statuses = [self._library.ncclGroupStart()]
+        try:
+            statuses.extend(calls)
+        finally:
+            statuses.append(self._library.ncclGroupEnd())
+        self._enqueued(max(statuses), communicator, stream)
 
     def _communicator(self, *tensors: torch.Tensor) -> int:
         """Return torch's communicator for these tensors, or 0 if torch has to enqueue the collective. Raise torch's
@@ -154,35 +173,45 @@ class DirectCollectives(Collectives):
         communicator: int = self._backend._comm_ptr()
         return communicator
 
-    def _enqueued(self, status: int, stream: torch.cuda.Stream) -> None:
+    def _enqueued(self, status: int, communicator: int, stream: torch.cuda.Stream) -> None:
+        if status == IN_PROGRESS:
+            status = self._status_of_call(communicator)
         if status:
             raise WeftError(f"NCCL failed with {status}: {self._library.ncclGetErrorString(status).decode()}")
         if not torch._C._cuda_isCurrentStreamCapturing():
             self._watch.record(stream)
 
+    def _status_of_call(self, communicator: int) -> int:
+        """Wait until a communicator that does not block has made a call, and return the call's status."""
+        status, end = ctypes.c_int(IN_PROGRESS), time.monotonic() + self._backend.options._timeout.total_seconds()
+        while status.value == IN_PROGRESS and time.monotonic() < end:
+            self._library.ncclCommGetAsyncError(communicator, ctypes.byref(status))
+        return status.value
+
 
 class Watch:
-    """Ends the process if a collective does not end within `seconds`, as torch's watchdog does: a peer that makes no
-    such call leaves the GPU waiting, and the host may be waiting for the GPU.
+    """Finds a collective that does not end within the process group's time limit: a peer that makes no such call leaves
+    the GPU waiting, and the host may be waiting for the GPU.
 
-    `latest` is recorded after each collective. A look replaces it, and later looks query the replaced event, which is
-    not recorded any more, except by a call that is under way in that moment. Therefore it stays incomplete only if a
-    collective before the first look does.
+    `latest` is recorded after each collective. A look replaces it, and later looks query the replaced event until it is
+    complete; it stays incomplete only if a collective that was enqueued before the first look has not ended. A look
+    begins to count the time when it replaces the event, so that a collective is found within twice the limit.
     """
 
-    def __init__(self, seconds: float, where: str) -> None:
-        self.seconds, self.where = seconds, where
+    def __init__(self, owner: DirectCollectives, backend: Communicator, where: str) -> None:
+        self.where, self.seconds = where, 0.0
         self.latest, self._spare = torch.cuda.Event(), torch.cuda.Event()
         self._watched: torch.cuda.Event | None = None
+        self._owner, self._backend = weakref.ref(owner), backend
         self._recorded, self._since = False, 0.0
-        _watches().append(weakref.ref(self))
+        _watches().append(self)
 
     def record(self, stream: torch.cuda.Stream) -> None:
         self.latest.record(stream)
         self._recorded = True
 
     def look(self, moment: float) -> bool:
-        """Return whether a collective has not ended within the time."""
+        """Return whether a collective has not ended within the time limit."""
         if self._watched is not None:
             if not self._watched.query():
                 return moment - self._since > self.seconds
@@ -190,49 +219,54 @@ class Watch:
         elif self._recorded:
             self._recorded = False
             self._watched, self.latest, self._since = self.latest, self._spare, moment
+            self.seconds = self._backend.options._timeout.total_seconds()  # which the caller may have changed
         return False
+
+    @property
+    def over(self) -> bool:
+        """Whether no collective can follow and none is pending."""
+        return self._owner() is None and self._watched is None and not self._recorded
 
 
 @functools.cache
-def _watches() -> list[weakref.ref[Watch]]:
+def _watches() -> list[Watch]:
     """Return the watches that a thread looks at. The first call starts the thread."""
-    watches: list[weakref.ref[Watch]] = []
+    watches: list[Watch] = []
     threading.Thread(target=_look_at, args=(watches,), name="weft's watch of NCCL", daemon=True).start()
     return watches
 
 
-def _look_at(watches: list[weakref.ref[Watch]]) -> None:
+def _look_at(watches: list[Watch]) -> None:
     while True:
         time.sleep(TICK)
-        for reference in list(watches):  # other threads may append
-            watch = reference()
-            if watch is None:
-                watches.remove(reference)
-                continue
-            try:
-                with any_call_allowed():
-                    late = watch.look(time.monotonic())
-            except RuntimeError:  # the GPU has failed, and each call that uses it raises the error
-                return
+        for watch in list(watches):  # other threads may append
+            late = False
+            # If the GPU has failed, each call that uses it raises the error, and so does the query of an event.
+            with suppress(RuntimeError), any_call_allowed():
+                late = watch.look(time.monotonic())
             if late:
                 _end(watch)
+            if watch.over:
+                watches.remove(watch)
 
 
 def _end(watch: Watch) -> None:
     """End the process as torch's watchdog does, after printing what each thread does."""
-    print(
-        f"weft: {watch.where}: a collective of NCCL has not ended within {watch.seconds:g} s; another rank may not "
-        "have made the call. Later results would be undefined, so the process ends.",
-        file=sys.stderr,
-        flush=True,
-    )
-    faulthandler.dump_traceback()
-    os.abort()
+    try:
+        message = (
+            f"weft: {watch.where}: a collective of NCCL has not ended within {watch.seconds:g} s; another rank may not "
+            "have made the call. Later results would be undefined, so the process ends.\n"
+        )
+        os.write(STDERR, message.encode())
+        faulthandler.dump_traceback(STDERR)
+    finally:
+        os.abort()
 
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Return the NCCL that torch has loaded, or None if torch contains its own copy."""
+    """Return the NCCL library that is loaded. Return None if none is, or if it has another version than torch's NCCL: a
+    communicator is an address in the library that made it."""
     try:
         library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -247,28 +281,27 @@ def _library() -> ctypes.CDLL | None:
     library.ncclReduceScatter.argtypes = address, address, number, kind, kind, address, address
     library.ncclAllReduce.argtypes = address, address, number, kind, kind, address, address
     library.ncclSend.argtypes = library.ncclRecv.argtypes = address, number, kind, kind, address, address
+    library.ncclCommGetAsyncError.argtypes = address, address
     library.ncclGetErrorString.restype = ctypes.c_char_p
     return library
 
 
-def why_by_torch(group: dist.ProcessGroup, device: torch.device, several_nodes: bool) -> str | None:
-    """Return the reason why torch.distributed enqueues the group's collectives, or None if NCCL is called directly."""
-    for name, values in (
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-        ("TORCH_NCCL_BLOCKING_WAIT", "1"),
-        ("TORCH_NCCL_USE_COMM_NONBLOCKING", "1"),
-    ):
-        if os.environ.get(name) == values:
-            return f"{name}={values} asks torch for another treatment of errors"
-    if several_nodes:
+def why_by_torch(group: dist.ProcessGroup, device: torch.device, by_network: bool) -> str | None:
+    """Return the reason why torch.distributed enqueues the group's collectives, or None if NCCL is called directly.
+    by_network: whether NCCL moves data by the network."""
+    backend: Communicator = group._get_backend(device)
+    for name, values in TREATED_BY_TORCH.items():
+        if (value := os.environ.get(name, "")).lower() in values:
+            return f"{name}={value} asks torch for another treatment of errors"
+    if by_network:
         return "torch's watchdog reads NCCL's errors of the network"
-    if not hasattr(group._get_backend(device), "_comm_ptr"):
+    if not hasattr(backend, "_comm_ptr"):
         return "the process group does not give its communicator"
     return "torch contains its own copy of NCCL" if _library() is None else None
 
 
-def collectives(group: dist.ProcessGroup, device: torch.device, several_nodes: bool) -> Collectives:
+def collectives(group: dist.ProcessGroup, device: torch.device, by_network: bool) -> Collectives:
     library = _library()
-    if library is None or why_by_torch(group, device, several_nodes) is not None:
+    if library is None or why_by_torch(group, device, by_network) is not None:
         return Collectives(group, device)
     return DirectCollectives(group, device, library)

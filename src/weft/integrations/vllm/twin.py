@@ -13,10 +13,10 @@ vLLM must never be slower with weft than without it. The twin ensures this by co
    it and leaves no trace in the model. Otherwise the class of the stack changes to one whose `__call__` looks up the
    number of tokens in a table, `Passes.sizes`, where 0 denotes vLLM's own pass. vLLM captures graphs only afterwards,
    so that each captured size has one graph.
-4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and above these
-   further sizes, at most a sixteenth apart (`step_above`). The compared times include the padding. The model runs with
-   every size, and with padding, before the first request. So everything that depends on the number of tokens (kernels,
-   plans, channels, tables, workspaces, graphs) exists by then, and no request creates anything new.
+4. The twin has a finite number of sizes, to which passes are padded: the sizes that vLLM captures, and further
+   sizes above these (`step_above`). The compared times include the padding. The model runs with every size, and with
+   padding, before the first request. So everything that depends on the number of tokens (kernels, plans, channels,
+   tables, workspaces, graphs) exists by then, and no request creates anything new.
 
 A compiler pass for only some ranges of tokens (`compile_ranges_endpoints`) would save the second trace. But vLLM fixes
 such ranges before weft can time anything, and they change vLLM's own graphs and cache keys. A compiler pass would also
@@ -53,9 +53,9 @@ PADDED = ("input_ids", "positions", "inputs_embeds")  # the arguments of a pass 
 
 
 def step_above(tokens: int) -> int:
-    """Return the step from a size to the next one: a sixteenth of the last power of two. In steps of 128, passes of
-    Qwen2.5-32B on 2 H200s with 1,024 tokens were 1.047x as fast as vLLM's own, and with 897 tokens, which became 1,024,
-    0.934x (2026-11)."""
+    """Return the step from a size to the next one: a sixteenth of the last power of two, at least 8 and at most 128. In
+    steps of 128, passes of Qwen2.5-32B on 2 H200s were 1.047x as fast as vLLM's own with 1,024 tokens, and 0.934x with
+    897 tokens, which became 1,024 (2026-11)."""
     smallest, largest = STEPS
     return min(max((1 << tokens.bit_length()) // 32, smallest), largest)
 
