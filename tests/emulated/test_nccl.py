@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -344,8 +346,10 @@ def test_a_dropped_world_is_watched_until_its_last_collective_has_ended(
     stand_in: SimpleNamespace, thread: Callable[[], None]
 ) -> None:
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
-    watch = stand_in.collectives._watch
-    stand_in.collectives = None
+    watch, backend = stand_in.collectives._watch, weakref.ref(stand_in.backend._comm_ptr)
+    stand_in.collectives = stand_in.group = stand_in.backend = None
+    gc.collect()
+    assert backend() is None, "the thread would keep torch's process group at the end of the process"
     with pytest.raises(Ended, match="the process"):
         thread()
     watch._watched.done = True

@@ -100,7 +100,13 @@ class DirectCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, library: ctypes.CDLL) -> None:
         super().__init__(group, device)
         self._library, self._device, self._size = library, device.index, group.size()
-        self._watch = Watch(self, self._backend, f"rank {group.rank()} on {device}")
+        self._watch = Watch(self, f"rank {group.rank()} on {device}")
+
+    @property
+    def limit(self) -> float:
+        """The process group's time limit in seconds, which the caller may change."""
+        seconds: float = self._backend.options._timeout.total_seconds()
+        return seconds
 
     def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
         fits = out.nbytes == self._size * x.nbytes and out.dtype == x.dtype
@@ -183,7 +189,7 @@ class DirectCollectives(Collectives):
 
     def _status_of_call(self, communicator: int) -> int:
         """Wait until a communicator that does not block has made a call, and return the call's status."""
-        status, end = ctypes.c_int(IN_PROGRESS), time.monotonic() + self._backend.options._timeout.total_seconds()
+        status, end = ctypes.c_int(IN_PROGRESS), time.monotonic() + self.limit
         while status.value == IN_PROGRESS and time.monotonic() < end:
             self._library.ncclCommGetAsyncError(communicator, ctypes.byref(status))
         return status.value
@@ -195,15 +201,15 @@ class Watch:
 
     `latest` is recorded after each collective. A look replaces it, and later looks query the replaced event until it is
     complete; it stays incomplete only if a collective that was enqueued before the first look has not ended. A look
-    begins to count the time when it replaces the event, so that a collective is found within twice the limit.
+    begins to count the time when it replaces the event, so that a collective is found within twice the limit. A watch
+    refers to no process group, because the thread refers to watches until the process exits.
     """
 
-    def __init__(self, owner: DirectCollectives, backend: Communicator, where: str) -> None:
-        self.where, self.seconds = where, 0.0
+    def __init__(self, owner: DirectCollectives, where: str) -> None:
+        self.where, self.seconds = where, owner.limit
         self.latest, self._spare = torch.cuda.Event(), torch.cuda.Event()
         self._watched: torch.cuda.Event | None = None
-        self._owner, self._backend = weakref.ref(owner), backend
-        self._recorded, self._since = False, 0.0
+        self._owner, self._recorded, self._since = weakref.ref(owner), False, 0.0
         _watches().append(self)
 
     def record(self, stream: torch.cuda.Stream) -> None:
@@ -219,7 +225,8 @@ class Watch:
         elif self._recorded:
             self._recorded = False
             self._watched, self.latest, self._since = self.latest, self._spare, moment
-            self.seconds = self._backend.options._timeout.total_seconds()  # which the caller may have changed
+            if (owner := self._owner()) is not None:
+                self.seconds = owner.limit
         return False
 
     @property
