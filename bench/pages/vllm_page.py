@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.measure.vllm_engine import STOCK_AGAIN
+from bench.measure.vllm_engine import LAYERS, STOCK_AGAIN
 from bench.pages.tables import Rows, grid, lines_of, page
 
 TABLES = "bench/results/vllm.md"
 CASE = ("model", "layers", "ranks", "mix", "rate", "tokens_a_step")
-LAYERS = 16  # of a model that is named without its layers
 FORMS = {
     "auto": "the plugin's choice", "whole": "norm fused with the sum", "rows": "residuals by rows", "woven": "two parts",
 }  # fmt: skip
@@ -117,7 +116,7 @@ def mix_of(row: dict) -> str:
 
 
 def model_of(row: dict) -> str:
-    """Return the name of a row's model, and its number of layers unless it is LAYERS."""
+    """Return the name of a row's model, and its number of layers if it is not the usual one."""
     return row["model"] + f", {row['layers']} layers" * (row["layers"] != LAYERS)
 
 

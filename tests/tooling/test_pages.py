@@ -260,6 +260,22 @@ def test_the_ranges_on_two_gpus_are_those_that_an_engine_stored() -> None:
     assert f"({woven:.2f}x at {tokens:,} tokens of Llama-8B)" in text
 
 
+def test_the_ranges_and_times_of_comparisons_are_those_of_the_stored_reports() -> None:
+    text = " ".join((ROOT / "docs/vllm.md").read_text().split())
+    reports = {gpus: (ROOT / f"bench/results/nvidia-h200-x{gpus}/vllm_ranges.log").read_text() for gpus in (2, 4)}
+    newest = reports[2].split("The report of")[1]
+    lines = re.findall(r"^  (\d+) to (\d+) tokens: (\w+)", newest, re.M)
+    starts, end = list[int](), 0  # of the parts that the twin serves without a gap
+    for low, high in [(int(low), int(high)) for low, high, way in lines if way != "vLLM"]:
+        starts += [low] if low != end + 1 else []
+        end = high
+    assert "Llama-70B" in newest and end == 8192 and "\n  513 to 768 tokens: vLLM" in newest and 161 in starts
+    assert f"Llama-70B's passes of 161 to 512 and from {starts[-1]:,} tokens on" in text
+    costs = re.findall(r"compared in (\d+) s, of which timed passes took (\d+) s", "".join(reports.values()))
+    whole, timed = (sorted(map(int, seconds)) for seconds in zip(*costs, strict=True))
+    assert f"took {whole[0]} to {whole[-1]} s, timed passes {timed[0]} to {timed[-1]} s" in text
+
+
 def test_the_figures_of_traced_steps_are_those_of_the_stored_rows() -> None:
     """What vLLM's page says of layers, of steps and of the time between tokens."""
     text = " ".join((ROOT / "bench/results/vllm.md").read_text().split())

@@ -3,7 +3,7 @@
 The host needs 16 to 29 us to enqueue a collective by torch.distributed's backend, and 9 to 16 us by NCCL (two hosts
 with two H200s, 2026-11), because torch also records a traceback and makes a Work. `DirectCollectives` calls NCCL
 itself, on torch's communicator: known calls of sequential plans then take 0.76x to 1.02x of the host's time for the
-library's calls, and 1.14x to 1.29x by torch (bench/results/nvidia-h200-x2/experiments/host-nccl.jsonl). `Watch` does
+library's calls, and 1.14x to 1.29x by torch (bench/results/nvidia-h200-x2/experiments). `Watch` does
 for these collectives what torch's watchdog does for its own.
 """
 
@@ -294,20 +294,20 @@ def _library() -> ctypes.CDLL | None:
 
 
 def why_by_torch(group: dist.ProcessGroup, device: torch.device, by_network: bool) -> str | None:
-    """Return the reason why torch.distributed enqueues the group's collectives, or None if NCCL is called directly.
-    by_network: whether NCCL moves data by the network."""
-    backend: Communicator = group._get_backend(device)
+    """Return the reason why torch.distributed has to enqueue the group's collectives, or None. by_network: whether NCCL
+    moves data by the network."""
     for name, values in TREATED_BY_TORCH.items():
         if (value := os.environ.get(name, "")).lower() in values:
             return f"{name}={value} asks torch for another treatment of errors"
     if by_network:
         return "torch's watchdog reads NCCL's errors of the network"
-    if not hasattr(backend, "_comm_ptr"):
+    if not hasattr(group._get_backend(device), "_comm_ptr"):
         return "the process group does not give its communicator"
-    return "torch contains its own copy of NCCL" if _library() is None else None
+    return None
 
 
 def collectives(group: dist.ProcessGroup, device: torch.device, by_network: bool) -> Collectives:
+    """Return the group's collectives, by NCCL itself if its library is known and torch need not enqueue them."""
     library = _library()
     if library is None or why_by_torch(group, device, by_network) is not None:
         return Collectives(group, device)
