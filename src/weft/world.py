@@ -387,7 +387,8 @@ class World:
             raise
         if launches is not None and (ledgers := self.backend.ledgers) is not None:
             ledger = ledgers.captured if capturing else ledgers.eager
-            if self.backend.current_stream() != ledger.last_stream or launches not in ledger.recent:
+            stream, last = self.backend.current_stream(), ledger.last_stream
+            if launches not in ledger.recent or not (stream is last or stream == last):
                 self.order_residents(launches, capturing)
 
     def calls(self, name: str) -> BlockChannel:
@@ -738,8 +739,10 @@ class World:
             last, holder.last_captured = holder.last_captured, stream
         else:
             last, holder.last_stream = holder.last_stream, stream
+        if last is stream or last is None or last == stream:  # `is` first, since torch compares streams in Python
+            return
         # An event of a captured stream would add an eager call's stream to the capture.
-        if last is not None and last != stream and self.backend.captures(last) == capturing:
+        if self.backend.captures(last) == capturing:
             self.backend.wait_event(stream, self.backend.record(last))
 
     def order_residents(self, launches: Launches, capturing: bool) -> None:

@@ -65,14 +65,27 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A communicator of 4 ranks on GPU 3, and what was called: by torch, in NCCL, and in what state."""
-    stand_in = SimpleNamespace(torch=[], nccl=[], current=3, capturing=False, communicator=1000, statuses={})
+    stand_in = SimpleNamespace(torch=[], waits=[], nccl=[], current=3, capturing=False, communicator=1000, statuses={})
 
-    def by_torch(name: str) -> Callable[..., str]:
-        return lambda *_: stand_in.torch.append(name) or "a Work"
+    def by_torch(name: str) -> Callable[..., SimpleNamespace | None]:
+        def enqueue(*_: object) -> SimpleNamespace | None:
+            stand_in.torch.append(name)
+            return stand_in.work
+
+        return enqueue
+
+    @contextmanager
+    def on(stream: object) -> Iterator[None]:
+        stand_in.made_current.append(stream)
+        stand_in.on = stream
+        yield
+        stand_in.on = None
 
     def by_nccl(name: str) -> Callable[..., int]:
         return lambda *arguments: stand_in.nccl.append((name, arguments)) or stand_in.statuses.get(name, 0)
 
+    stand_in.make_current, stand_in.made_current = on, list[object]()
+    stand_in.work = SimpleNamespace(wait=lambda: stand_in.waits.append(stand_in.on))
     names = "_allgather_base", "_reduce_scatter_base", "allreduce", "alltoall"
     stand_in.backend = SimpleNamespace(**{name: by_torch(name) for name in names})
     stand_in.backend.options = SimpleNamespace(_timeout=timedelta(seconds=50))
@@ -89,17 +102,17 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(nccl, "_watches", lambda: stand_in.watches)
     monkeypatch.setattr(nccl, "_library", lambda: library)
     stand_in.watches, stand_in.dumped = list[Any](), list[int]()
-    stand_in.collectives = nccl.collectives(stand_in.group, CUDA, False)  # type: ignore[arg-type]
+    stand_in.collectives = nccl.collectives(stand_in.group, CUDA, stand_in.make_current, False)  # type: ignore[arg-type]
     return stand_in
 
 
 def test_collectives_call_nccl_on_torchs_communicator(stand_in: SimpleNamespace) -> None:
     """NCCL sends a gather's rows as bytes, so that every dtype has one. A reduction counts elements of its dtype."""
     x, whole, part = on_gpu(2, 8), on_gpu(8, 8), on_gpu(2, 8)
-    assert stand_in.collectives.all_gather(STREAM, whole, x) is None
-    assert stand_in.collectives.reduce_scatter(STREAM, part, whole) is None
-    assert stand_in.collectives.all_reduce(STREAM, x.float().as_subclass(OnGpu)) is None
-    assert not stand_in.torch
+    stand_in.collectives.all_gather(STREAM, whole, x)
+    stand_in.collectives.reduce_scatter(STREAM, part, whole)
+    stand_in.collectives.all_reduce(STREAM, x.float().as_subclass(OnGpu))
+    assert not stand_in.torch and not stand_in.made_current, "NCCL takes the stream, which need not be the current one"
     (gather, gathered), (scatter, scattered), (reduce, reduced) = stand_in.nccl
     assert (gather, gathered) == ("ncclAllGather", (x.data_ptr(), whole.data_ptr(), 32, nccl.UINT8, 1000, 77))
     assert (scatter, scattered) == (
@@ -111,7 +124,7 @@ def test_collectives_call_nccl_on_torchs_communicator(stand_in: SimpleNamespace)
 def test_several_transfers_are_one_group(stand_in: SimpleNamespace) -> None:
     rows, scales = on_gpu(2, 8), on_gpu(2, 1, dtype=torch.float32)
     outs = [on_gpu(8, 8), on_gpu(8, 1, dtype=torch.float32)]
-    assert stand_in.collectives.all_gather_together(STREAM, outs, [rows, scales]) is None
+    stand_in.collectives.all_gather_together(STREAM, outs, [rows, scales])
     gathers = [
         ("ncclAllGather", (x.data_ptr(), out.data_ptr(), nbytes, nccl.UINT8, 1000, 77))
         for x, out, nbytes in ((rows, outs[0], 32), (scales, outs[1], 8))
@@ -119,7 +132,7 @@ def test_several_transfers_are_one_group(stand_in: SimpleNamespace) -> None:
     assert stand_in.nccl == [("ncclGroupStart", ()), *gathers, ("ncclGroupEnd", ())]
     stand_in.nccl.clear()
     sent, received = [[on_gpu(n) for n in counts] for counts in ((3, 0, 2, 1), (3, 4, 0, 0))]
-    assert stand_in.collectives.all_to_all(STREAM, received, sent) is None
+    stand_in.collectives.all_to_all(STREAM, received, sent)
     transfers = [
         (name, (tensors[peer].data_ptr(), 2 * len(tensors[peer]), nccl.UINT8, peer, 1000, 77))
         for name, tensors, peers in (("ncclSend", sent, (0, 2, 3)), ("ncclRecv", received, (0, 1)))
@@ -172,12 +185,12 @@ def test_a_communicator_that_does_not_block_is_waited_for(stand_in: SimpleNamesp
 
 
 def test_torch_enqueues_groups_that_do_not_fit(stand_in: SimpleNamespace) -> None:
-    assert stand_in.collectives.all_gather_together(STREAM, [on_gpu(7, 8)], [on_gpu(2, 8)]) == "a Work"
+    stand_in.collectives.all_gather_together(STREAM, [on_gpu(7, 8)], [on_gpu(2, 8)])
     mixed = [on_gpu(8, 8, dtype=torch.float16)], [on_gpu(2, 8)]
-    assert stand_in.collectives.all_gather_together(STREAM, *mixed) == "a Work"
+    stand_in.collectives.all_gather_together(STREAM, *mixed)
     for counts in ((3, 3), (4, 3), (3, 4)):
         lists = [[on_gpu(1)] * count for count in counts]
-        assert stand_in.collectives.all_to_all(STREAM, *lists) == "a Work"
+        stand_in.collectives.all_to_all(STREAM, *lists)
     assert stand_in.torch == ["allgather_into_tensor_coalesced"] * 2 + ["alltoall"] * 3 and not stand_in.nccl
 
 
@@ -198,19 +211,22 @@ def test_torch_enqueues_what_it_must_begin_or_refuse(stand_in: SimpleNamespace, 
         whole = on_gpu(8, 8, dtype=torch.float16)
     else:
         x = torch.zeros(2, 8, dtype=torch.bfloat16)
-    assert stand_in.collectives.all_gather(STREAM, whole, x) == "a Work"
-    assert stand_in.collectives.reduce_scatter(STREAM, x, whole) == "a Work"
+    stand_in.collectives.all_gather(STREAM, whole, x)
+    stand_in.collectives.reduce_scatter(STREAM, x, whole)
     assert (
         stand_in.torch == ["_allgather_base", "_reduce_scatter_base"]
+        and stand_in.waits == [STREAM, STREAM]
         and not stand_in.nccl
         and not stand_in.collectives._watch._recorded
     )
 
 
 def test_torch_sums_dtypes_that_are_not_listed(stand_in: SimpleNamespace) -> None:
-    assert stand_in.collectives.all_reduce(STREAM, on_gpu(4, dtype=torch.int32)) == "a Work" and stand_in.torch == [
-        "allreduce"
-    ]
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4, dtype=torch.int32))
+    assert stand_in.torch == ["allreduce"] and stand_in.waits == stand_in.made_current == [STREAM]
+    stand_in.work = None  # torch returns none if the stream already waits
+    stand_in.collectives.all_reduce(STREAM, on_gpu(4, dtype=torch.int32))
+    assert stand_in.torch == ["allreduce"] * 2 and stand_in.waits == [STREAM]
 
 
 def test_an_error_of_nccl_is_raised(stand_in: SimpleNamespace) -> None:
@@ -332,7 +348,7 @@ def test_the_thread_goes_on_after_an_error_of_the_gpu(
     stand_in: SimpleNamespace, thread: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another GPU's collectives are still watched."""
-    healthy = nccl.collectives(stand_in.group, CUDA, False)  # type: ignore[arg-type]
+    healthy = nccl.collectives(stand_in.group, CUDA, stand_in.make_current, False)  # type: ignore[arg-type]
 
     def failed(moment: float) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -399,7 +415,9 @@ def test_torch_keeps_the_collectives_whose_errors_it_treats(
         del stand_in.backend._comm_ptr
     given_reason = nccl.why_by_torch(stand_in.group, CUDA, "network" in change)
     assert given_reason is None if reason is None else reason in str(given_reason)
-    direct = isinstance(nccl.collectives(stand_in.group, CUDA, "network" in change), nccl.DirectCollectives)
+    direct = isinstance(
+        nccl.collectives(stand_in.group, CUDA, stand_in.make_current, "network" in change), nccl.DirectCollectives
+    )
     assert direct == (reason is None)
 
 
@@ -407,7 +425,7 @@ def test_torch_enqueues_if_nccls_library_is_not_known(
     stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_library", lambda: None)
-    assert type(nccl.collectives(stand_in.group, CUDA, False)) is nccl.Collectives  # type: ignore[arg-type]
+    assert type(nccl.collectives(stand_in.group, CUDA, stand_in.make_current, False)) is nccl.Collectives  # type: ignore[arg-type]
 
 
 def test_only_the_nccl_that_torch_has_loaded_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

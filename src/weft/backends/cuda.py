@@ -220,6 +220,12 @@ class GpuBackend(Backend):
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return _On(self, stream)
 
+    def as_current(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+        """Return a context for torch's functions, which take the GPU from their tensors: `on`, or, if the stream is the
+        current one of its GPU, a context that does nothing."""
+        current = stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
+        return nullcontext() if current else _On(self, stream)
+
     def record(self, stream: torch.cuda.Stream) -> _Recorded:
         try:
             event = self._events.pop()
@@ -288,22 +294,13 @@ class GpuBackend(Backend):
         self.launcher = NotingLauncher(self._plain_launcher, self._noting) if noting else self._plain_launcher
         self.collective = self._noted_collective if noting else self._collective
 
-    def _collective(
-        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
-    ) -> None:
-        """Enqueue a collective of NCCL on a stream, and make the stream wait for it."""
-        if stream.cuda_stream != torch._C._cuda_getCurrentRawStream(self.device.index):
-            with _On(self, stream):
-                return self._collective(stream, enqueue, *arguments)
+    def _collective(self, stream: torch.cuda.Stream, enqueue: Callable[..., None], *arguments: object) -> None:
+        """Enqueue a collective of NCCL on a stream."""
         if self.uploads.pending:
             self.uploads.precede(stream)
-        work = enqueue(stream, *arguments)
-        if work is not None:
-            work.wait()
+        enqueue(stream, *arguments)
 
-    def _noted_collective(
-        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
-    ) -> None:
+    def _noted_collective(self, stream: torch.cuda.Stream, enqueue: Callable[..., None], *arguments: object) -> None:
         assert self.group is not None
         # The ledger may outlive this World, so the group's name identifies NCCL's communicator: Python reuses an `id`.
         programs = ResidentPrograms(NCCL_CTAS, room_of(self.device), self.group.group_name)
@@ -344,10 +341,7 @@ class GpuBackend(Backend):
     ) -> None:
         if self.uploads.pending:
             self.uploads.precede(stream)
-        if stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
-            fn()
-            return
-        with _On(self, stream):
+        with self.as_current(stream):
             fn()
 
     def results(
@@ -357,9 +351,7 @@ class GpuBackend(Backend):
         reads: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
     ) -> Sequence[torch.Tensor]:
-        if stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
-            return fn()
-        with _On(self, stream):
+        with self.as_current(stream):
             return fn()
 
     def linear(
@@ -793,7 +785,7 @@ class CudaBackend(GpuBackend):
 
     def _collectives(self, group: dist.ProcessGroup) -> Collectives:
         by_network = self.shares_gpu or nodes.spread(self.nodes) is not None
-        return collectives(group, self.device, by_network)
+        return collectives(group, self.device, self.as_current, by_network)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         if self.size == 1:

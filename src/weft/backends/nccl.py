@@ -16,9 +16,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,7 @@ from ..errors import WeftError
 from .base import Communicator
 from .uploads import any_call_allowed
 
+OnStream: TypeAlias = Callable[[torch.cuda.Stream], AbstractContextManager[object]]
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, AllToAllOptions, ReduceScatterOptions)
 UINT8, SUM = 1, 0  # ncclUint8, ncclSum
 IN_PROGRESS = 7  # ncclInProgress: the call of a communicator that does not block is not yet made
@@ -62,43 +63,52 @@ _EXCHANGED = _on_this_stream(AllToAllOptions())
 
 
 class Collectives:
-    """The collectives of a process group by torch.distributed, on a stream that is the current one. Each method returns
-    a Work for which the stream must wait, or None.
+    """The collectives of a process group by torch.distributed. Each method makes the stream wait for its collective.
+    `on` returns a context in which a stream is the current one. A stream that is not may only be in the same capture as
+    the current one, or both in none.
 
     The methods call the group's NCCL backend: torch.distributed's functions add checks, and the group's own methods add
     torch's dispatcher, which cost host time.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, on: OnStream) -> None:
+        self._group, self._on = group, on
         self._backend: Communicator = group._get_backend(device)  # torch's stubs lack the methods of NCCL's backend
 
-    def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
-        return self._backend._allgather_base(out, x, _GATHER)
+    def _by_torch(
+        self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
+    ) -> None:
+        with self._on(stream):
+            work = enqueue(*arguments)
+            if work is not None:
+                work.wait()
+
+    def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._by_torch(stream, self._backend._allgather_base, out, x, _GATHER)
 
     def all_gather_together(
         self, stream: torch.cuda.Stream, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> dist.Work | None:
-        return self._group.allgather_into_tensor_coalesced([*outs], [*inputs], _GATHER)
+    ) -> None:
+        self._by_torch(stream, self._group.allgather_into_tensor_coalesced, [*outs], [*inputs], _GATHER)
 
-    def reduce_scatter(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
-        return self._backend._reduce_scatter_base(out, x, _SCATTER)
+    def reduce_scatter(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> None:
+        self._by_torch(stream, self._backend._reduce_scatter_base, out, x, _SCATTER)
 
-    def all_reduce(self, stream: torch.cuda.Stream, x: torch.Tensor) -> dist.Work | None:
-        return self._backend.allreduce([x], _REDUCE)
+    def all_reduce(self, stream: torch.cuda.Stream, x: torch.Tensor) -> None:
+        self._by_torch(stream, self._backend.allreduce, [x], _REDUCE)
 
     def all_to_all(
         self, stream: torch.cuda.Stream, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> dist.Work | None:
-        return self._backend.alltoall([*outs], [*inputs], _EXCHANGED)
+    ) -> None:
+        self._by_torch(stream, self._backend.alltoall, [*outs], [*inputs], _EXCHANGED)
 
 
 class DirectCollectives(Collectives):
     """The collectives of a process group by calls of NCCL. torch.distributed still enqueues a collective if the group
-    has no communicator yet, or if it has to refuse the arguments."""
+    has no communicator yet, if another GPU is the thread's current one, or if torch has to refuse the arguments."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, library: ctypes.CDLL) -> None:
-        super().__init__(group, device)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, on: OnStream, library: ctypes.CDLL) -> None:
+        super().__init__(group, device, on)
         self._library, self._device, self._size = library, device.index, group.size()
         self._watch = Watch(self, f"rank {group.rank()} on {device}")
 
@@ -108,17 +118,16 @@ class DirectCollectives(Collectives):
         seconds: float = self._backend.options._timeout.total_seconds()
         return seconds
 
-    def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
+    def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> None:
         fits = out.nbytes == self._size * x.nbytes and out.dtype == x.dtype
         if not fits or not (communicator := self._communicator(out, x)):
             return super().all_gather(stream, out, x)
         arguments = x.data_ptr(), out.data_ptr(), x.nbytes, UINT8, communicator, stream.cuda_stream
         self._enqueued(self._library.ncclAllGather(*arguments), communicator, stream)
-        return None
 
     def all_gather_together(
         self, stream: torch.cuda.Stream, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> dist.Work | None:
+    ) -> None:
         pairs = list(zip(outs, inputs, strict=True))
         fits = all(out.nbytes == self._size * x.nbytes and out.dtype == x.dtype for out, x in pairs)
         if not fits or not (communicator := self._communicator(*outs, *inputs)):
@@ -126,26 +135,23 @@ class DirectCollectives(Collectives):
         gather, handle = self._library.ncclAllGather, stream.cuda_stream
         calls = (gather(x.data_ptr(), out.data_ptr(), x.nbytes, UINT8, communicator, handle) for out, x in pairs)
         self._group_of(calls, communicator, stream)
-        return None
 
-    def reduce_scatter(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> dist.Work | None:
+    def reduce_scatter(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> None:
         fits = x.nbytes == self._size * out.nbytes and out.dtype == x.dtype in TYPES
         if not fits or not (communicator := self._communicator(out, x)):
             return super().reduce_scatter(stream, out, x)
         arguments = x.data_ptr(), out.data_ptr(), out.numel(), TYPES[x.dtype], SUM, communicator, stream.cuda_stream
         self._enqueued(self._library.ncclReduceScatter(*arguments), communicator, stream)
-        return None
 
-    def all_reduce(self, stream: torch.cuda.Stream, x: torch.Tensor) -> dist.Work | None:
+    def all_reduce(self, stream: torch.cuda.Stream, x: torch.Tensor) -> None:
         if x.dtype not in TYPES or not (communicator := self._communicator(x)):
             return super().all_reduce(stream, x)
         arguments = x.data_ptr(), x.data_ptr(), x.numel(), TYPES[x.dtype], SUM, communicator, stream.cuda_stream
         self._enqueued(self._library.ncclAllReduce(*arguments), communicator, stream)
-        return None
 
     def all_to_all(
         self, stream: torch.cuda.Stream, outs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> dist.Work | None:
+    ) -> None:
         fits = len(outs) == len(inputs) == self._size
         if not fits or not (communicator := self._communicator(*outs, *inputs)):
             return super().all_to_all(stream, outs, inputs)
@@ -157,7 +163,6 @@ class DirectCollectives(Collectives):
             if t.nbytes
         )
         self._group_of(calls, communicator, stream)
-        return None
 
     def _group_of(self, calls: Iterator[int], communicator: int, stream: torch.cuda.Stream) -> None:
         """Make these calls in a group of NCCL, which is closed even if one of them raises an exception."""
@@ -306,9 +311,9 @@ def why_by_torch(group: dist.ProcessGroup, device: torch.device, by_network: boo
     return None
 
 
-def collectives(group: dist.ProcessGroup, device: torch.device, by_network: bool) -> Collectives:
+def collectives(group: dist.ProcessGroup, device: torch.device, on: OnStream, by_network: bool) -> Collectives:
     """Return the group's collectives, by NCCL itself if its library is known and torch need not enqueue them."""
     library = _library()
     if library is None or why_by_torch(group, device, by_network) is not None:
-        return Collectives(group, device)
-    return DirectCollectives(group, device, library)
+        return Collectives(group, device, on)
+    return DirectCollectives(group, device, on, library)

@@ -171,23 +171,20 @@ def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap
     check_device("residual_add", world, "residual", residual)
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})
     out = world.empty((rows, n), x.dtype)
-    put_rows(world, x.contiguous(), remap, residual.contiguous(), out)
+    if rows:
+        launch = rows_launch(world, (rows, n), remap, True)
+        launch(world.current_stream(), x=x.contiguous(), residual=residual.contiguous(), out=out)
     world.finish(world.current_stream())
     return out
 
 
-def put_rows(
-    world: World, x: torch.Tensor, remap: Remap | None, residual: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    """Compute out [M, N] = x, or x + residual, in ordinary order on the current stream."""
-    rows, n = out.shape
-    if rows == 0:
-        return
-    cols = columns(world, remap)
+def rows_launch(world: World, size: tuple[int, int], remap: Remap | None, residual: bool) -> Launch:
+    """Return the launch that computes out [M, N] = x, or x + residual, in ordinary order. `size` contains M > 0 and N.
+    Without a residual the launch still needs an address as `residual`."""
+    (rows, n), cols = size, columns(world, remap)
     r = max(1, world.backend.scale.block // cols)
     programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
-    launch = _launch(world, add_rows, programs, 8, (rows, n), remap, residual is not None, (("R", r),))
-    launch(world.current_stream(), x=x, residual=x if residual is None else residual, out=out)
+    return _launch(world, add_rows, programs, 8, size, remap, residual, (("R", r),))
 
 
 def columns(world: World, remap: Remap | None) -> int:

@@ -1,5 +1,5 @@
-"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and the transports that call these
-collectives. The transports have one arrival or one part (interfaces.py)."""
+"""NCCL's all-gather and reduce-scatter for shards of equal or unequal length, and transports (interfaces.py): an
+all-gather with one arrival, and an all-reduce of several parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .interfaces import (
     GatherTransport,
     PartialRows,
     ReduceRows,
-    ReduceTransport,
     TensorList,
     TensorSpecs,
 )
@@ -68,28 +67,23 @@ def reduce_scatter(
     return out
 
 
-def reduce_all_rows(world: World, plan: Plan, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
-    """Prepare parts of `out` [M, N]. The op computes each part in place, and NCCL then sums it over the ranks, also in
-    place. A decomposed plan has one part for each group of shards, and the all-reduce of a part overlaps the
-    computation of the next part; any other plan has one part. The environment variable NCCL_MAX_CTAS limits the number
-    of NCCL's CTAs."""
+def reduce_all_rows(world: World, plan: Decomposed, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
+    """Prepare parts of `out` [M, N], one for each group of shards. The op computes each part in place, and NCCL then
+    sums it over the ranks, also in place, while the op computes the next part. The environment variable NCCL_MAX_CTAS
+    limits the number of NCCL's CTAs."""
+    comm, groups = world.side_stream("comm"), group_steps(plan, world.size)
+    parts = [slice(group.start * shards[0], group.stop * shards[0]) for group in groups]
 
     @contextmanager
     def reduce(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
         stream = world.current_stream()
-        if not isinstance(plan, Decomposed):
-            yield [PartialRows(None, out, stream, lambda partial: world.all_reduce(partial, stream))]
-        else:
-            comm = world.side_stream("comm")
 
-            def send(partial: torch.Tensor) -> None:
-                world.wait_event(comm, world.record(stream))
-                world.all_reduce(partial, comm)
+        def send(partial: torch.Tensor) -> None:
+            world.wait_event(comm, world.record(stream))
+            world.all_reduce(partial, comm)
 
-            groups = group_steps(plan, world.size)
-            parts = [slice(group.start * shards[0], group.stop * shards[0]) for group in groups]
-            yield [PartialRows(rows, out[rows], stream, send) for rows in parts]
-            world.wait_event(stream, world.record(comm))
+        yield [PartialRows(rows, out[rows], stream, send) for rows in parts]
+        world.wait_event(stream, world.record(comm))
         add_bias(world, out, bias, stream)
 
     return reduce
@@ -115,21 +109,6 @@ def gather_at_once(gather: Callable[..., list[torch.Tensor]]) -> GatherTransport
     return gather_rows
 
 
-def reduce_at_once(reduce: Callable[..., object]) -> ReduceTransport:
-    """Return the transport with one part, which calls reduce(partial, world, plan, shards, stream, out)."""
-
-    def reduce_rows(world: World, plan: Plan, shards: tuple[int, ...], n: int, dtype: torch.dtype) -> ReduceRows:
-        @contextmanager
-        def reduce_to(out: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Iterable[PartialRows]]:
-            stream = world.current_stream()
-            yield [PartialRows(None, None, stream, lambda partial: reduce(partial, world, plan, shards, stream, out))]
-            add_bias(world, out, bias, stream)
-
-        return reduce_to
-
-    return reduce_rows
-
-
 def gather_all(tensors: TensorList, world: World, shards: tuple[int, ...], stream: Stream) -> list[torch.Tensor]:
     """Gather each tensor's rows from all ranks by NCCL. NCCL does not support 8-bit floats, so they are sent as bytes.
     If the shards have equal lengths, all tensors are sent in the same launch, scales as bytes: a sequential call of
@@ -145,7 +124,6 @@ def gather_all(tensors: TensorList, world: World, shards: tuple[int, ...], strea
 
 
 gather_rows = gather_at_once(lambda tensors, world, plan, *arguments: gather_all(tensors, world, *arguments))
-reduce_rows = reduce_at_once(lambda partial, world, plan, *arguments: reduce_scatter(partial, world, *arguments))
 
 
 def gather_in_backward(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:

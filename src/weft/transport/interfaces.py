@@ -29,6 +29,9 @@ import torch
 from ..backends.base import Stream
 
 TensorList: TypeAlias = Sequence[torch.Tensor]
+# A collective of whole tensors, such as `World.all_gather`: it stores its result for x in `out`. The arguments are
+# (out, x, stream).
+CollectiveFunction: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Stream], object]
 
 
 class ArrivedRows(NamedTuple):

@@ -1,5 +1,5 @@
-"""The all-gather and reduce-scatter of a few rows (low_latency_kernels.py) as transports with one arrival or one part
-(interfaces.py), and the memory and launches of all kernels in which the data are their own flags."""
+"""The all-gather and reduce-scatter of a few rows (low_latency_kernels.py) as collectives and as a transport with one
+arrival (interfaces.py), and the memory and launches of all kernels in which the data are their own flags."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ..kernel_launch import Launch, Moved, Words, prepared
 from ..plans import LowLatencyShot
 from ..tensor_checks import DTYPES
 from ..world import World
-from .collectives import gather_at_once, reduce_at_once
+from .collectives import gather_at_once
+from .interfaces import CollectiveFunction
 from .low_latency_kernels import EMPTY, PostingMemory, gather_low_latency, scatter_low_latency
 
 MAX_PROGRAMS = 1024  # the largest number of programs in a launch
@@ -93,8 +94,8 @@ def prepare_posting(
 @prepared
 def _prepare_shards(
     world: World, kernel: JITFunction, plan: LowLatencyShot, shards: tuple[int, ...], columns: int, dtype: torch.dtype
-) -> Callable[..., None]:
-    """Return a function of a stream, x and out, which launches a kernel for shards[r] rows of rank r. A block is 16
+) -> CollectiveFunction:
+    """Return a function of out, x and a stream, which launches a kernel for shards[r] rows of rank r. A block is 16
     KiB, or smaller if some programs would otherwise have no block."""
     row_vectors, scatters = columns * dtype.itemsize // VECTOR, kernel is scatter_low_latency
     starts = tuple(itertools.accumulate((n * row_vectors for n in shards), initial=0))
@@ -112,38 +113,42 @@ def _prepare_shards(
     nbytes = (world.size * longest if scatters else starts[-1]) * VECTOR
     name = f"{'reduce_scatter' if scatters else 'all_gather'} {list(shards)} x {columns} {dtype}"
     options = dict(num_warps=warps, maxnreg=min(255, 2048 // warps))
-    return prepare_posting(world, kernel, name, plan, nbytes, options, **constants)
+    post = prepare_posting(world, kernel, name, plan, nbytes, options, **constants)
+    return lambda out, x, stream: post(stream, x=x, out=out)
+
+
+def prepare_gather(
+    world: World, plan: LowLatencyShot, shards: tuple[int, ...], columns: int, dtype: torch.dtype
+) -> CollectiveFunction | None:
+    """Return a function of out [M, columns], x and a stream, which stores all_gather(x) in `out`. Every rank must have
+    rows. `plan` contains the numbers of programs and warps. Return None if rows are not whole 16-byte words."""
+    if columns * dtype.itemsize % VECTOR:
+        return None
+    return _prepare_shards(world, gather_low_latency, plan, shards, columns, dtype)
+
+
+def prepare_scatter(
+    world: World, plan: LowLatencyShot, shards: tuple[int, ...], columns: int, dtype: torch.dtype
+) -> CollectiveFunction:
+    """Return a function of out, x [M, columns] and a stream, which stores this rank's rows of the sum over ranks of x
+    in `out`. Rows are whole 16-byte words, and every rank must have rows."""
+    return _prepare_shards(world, scatter_low_latency, plan, shards, columns, dtype)
 
 
 def gather(
     x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
-    """Return all_gather(x) [M, K]. Every rank must have rows. `plan` contains the numbers of programs and warps. Rows
-    that are not whole 16-byte words are padded."""
-    (rows, columns), word = x.shape, VECTOR // x.itemsize
+    """Return all_gather(x) [M, K]. Rows that are not whole 16-byte words are padded. Every rank must have rows."""
+    rows, columns = x.shape
     out = world.empty((sum(shards), columns), x.dtype)
-    if columns % word == 0:
-        _prepare_shards(world, gather_low_latency, plan, shards, columns, x.dtype)(stream, x=x, out=out)
+    if (gather_rows := prepare_gather(world, plan, shards, columns, x.dtype)) is not None:
+        gather_rows(out, x, stream)
         return out
-    padded = world.zeros((rows, columns + -columns % word), x.dtype)
+    padded = world.zeros((rows, columns + -columns % (VECTOR // x.itemsize)), x.dtype)
     world.call(lambda: padded[:, :columns].copy_(x), [x], [padded], stream)
     arrived = gather(padded, world, plan, shards, stream)
     world.call(lambda: out.copy_(arrived[:, :columns]), [arrived], [out], stream)
     return out
 
 
-def scatter(
-    x: torch.Tensor,
-    world: World,
-    plan: LowLatencyShot,
-    shards: tuple[int, ...],
-    stream: Stream,
-    out: torch.Tensor,
-) -> None:
-    """Store this rank's rows of the sum over ranks of x [M, N] in `out`. Rows are whole 16-byte words, and every rank
-    must have rows."""
-    _prepare_shards(world, scatter_low_latency, plan, shards, x.shape[1], x.dtype)(stream, x=x, out=out)
-
-
 gather_rows = gather_at_once(lambda tensors, *arguments: [gather(t, *arguments) for t in tensors])
-reduce_rows = reduce_at_once(scatter)

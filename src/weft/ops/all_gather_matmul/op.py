@@ -40,7 +40,7 @@ from ..recipes import (
 from ..removed import unexpected
 from .call import GATHER_GEMM, GatherCall
 from .cost import GATHER_COSTS
-from .runs import prepare_flag_gated, prepare_fused, prepare_gathered, prepare_sequential, usable
+from .runs import prepare_at_once, prepare_flag_gated, prepare_fused, prepare_gathered, usable
 from .two_level import run_gather
 
 Rows = TypeVar("Rows", bound=torch.Tensor | ScaledTensor)
@@ -60,12 +60,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     costs = GATHER_COSTS
     transposes = Sequential, Decomposed, Fused, OneShot, TwoLevel
     runs = {
-        Sequential: prepare_sequential,
+        Sequential: prepare_at_once,
         Decomposed: prepare_gathered,
         FusedGather: prepare_fused,
         FusedGatherByCopies: prepare_fused,
         FlagGated: prepare_flag_gated,
-        OneShot: prepare_gathered,
+        OneShot: prepare_at_once,
         TwoLevel: unprepared(run_gather),
     }
     unsupported_fields = {Decomposed: ("pieces",)}

@@ -38,7 +38,7 @@ from ...plans import (
 from ...prepared import OwnResult, Run, made_once
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
-from ...transport.interfaces import GatherTransport
+from ...transport.interfaces import CollectiveFunction, GatherTransport
 from ...transport.memory import Halves, flat, half_elements
 from ...world import Arena, World
 from .. import by_collectives
@@ -96,19 +96,29 @@ def gathered_operands(operands: ScaledFactors, x: torch.Tensor, *scales: torch.T
     return ScaledFactors(x, weight, bias, scales[0] if scales else x_scale, weight_scale)  # faster than _replace
 
 
-def prepare_sequential(world: World, call: GatherCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare NCCL's all-gather and a library GEMM. If shards are unequal or x has scales, a transport gathers the
-    rows."""
-    plain = call.even and call.scaling is None and not call.gated
+def _gather_of(world: World, call: GatherCall, plan: Sequential | OneShot) -> CollectiveFunction | None:
+    """Return NCCL's all-gather, or one by low-latency rows. Return None for unequal shards, or for rows that are not
+    whole 16-byte words."""
+    if isinstance(plan, OneShot):
+        return low_latency.prepare_gather(world, plan, call.shards, call.k, call.dtype)
+    return world.all_gather if call.even else None
+
+
+def prepare_at_once(world: World, call: GatherCall, plan: Sequential | OneShot) -> Run | OwnResult:
+    """Prepare one all-gather and a library GEMM of all rows. A transport gathers the rows of other calls: with scales,
+    an activation, unequal shards or rows that need padding, and on batch-invariant Worlds."""
+    plain = call.scaling is None and not call.gated
     if world.size == 1 or not plain or world.batch_invariant:
         return prepare_gathered(world, call, plan)
-    current, empty, all_gather, linear = world.current_stream, world.empty, world.all_gather, world.backend.linear
+    if (gather := _gather_of(world, call, plan)) is None:
+        return prepare_gathered(world, call, plan)
+    current, empty, linear = world.current_stream, world.empty, world.backend.linear
     shape, dtype, keep = (call.rows, call.k), call.dtype, call.gathered
 
     def run(operands: ScaledFactors, out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, bias, *_ = operands
         stream, gathered = current(), empty(shape, dtype)
-        all_gather(gathered, x, stream)
+        gather(gathered, x, stream)
         return linear(gathered, weight, bias, stream, out), gathered if keep else None, None
 
     return OwnResult(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import triton.language as tl
@@ -125,6 +125,8 @@ class Tensors:
     x_shared: Symmetric = None
     out_shared: Symmetric = None
 
+    OPTIONAL: ClassVar = ("residual", "new_residual", "weight", "bias", "scale")  # a kernel's optional arguments
+
     def as_matrices(self, world: World, call: SumCall, shares_x: bool) -> Tensors:
         """Return the tensors with x and out as matrices. If they are in symmetric memory, the result also
         contains every rank's out, and with `shares_x` every rank's x."""
@@ -138,8 +140,8 @@ class Tensors:
     def arguments(self) -> dict[str, torch.Tensor]:
         """Return the kernels' optional arguments by name. An argument that would be None is replaced by x."""
         scale = self.scale if self.scales is None else self.scales
-        tensors = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=scale)
-        return {name: self.x if t is None else t for name, t in tensors.items()}
+        tensors = self.residual, self.kept, self.weight, self.bias, scale
+        return {name: self.x if t is None else t for name, t in zip(self.OPTIONAL, tensors, strict=True)}
 
 
 def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:

@@ -31,7 +31,8 @@ from ...plans import (
 )
 from ...prepared import OwnResult, Prepare, Run, made_once
 from ...transport.copy_engine import COPIES, pull_parts, pull_rows
-from ...transport.low_latency import prepare_posting
+from ...transport.interfaces import CollectiveFunction
+from ...transport.low_latency import prepare_posting, thirds_of
 from ...transport.memory import lock, rank_word, workspace
 from ...world import World
 from ..common import split_rows
@@ -132,13 +133,18 @@ def _post(world: World, call: SumCall, plan: LowLatencyShot) -> SumRun:
         kernel = two_shot_low_latency
         rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
     nbytes, options = rows * call.h * call.dtype.itemsize, call.options(plan.warps)
-    constants: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
+    constants: dict[str, Any] = dict(x=Words(), M=call.m, norm=call.computed)
+    if plain := call.op == PLAIN_SUM:  # the kernel reads none of the optional tensors
+        constants |= dict.fromkeys(Tensors.OPTIONAL, thirds_of(world, nbytes).words)
+    else:
+        constants |= dict(residual=Words())
     post = prepare_posting(world, kernel, f"{call.op} {call}", plan, nbytes, options, **constants)
 
     def sum_rows(t: Tensors, stream: Stream) -> None:
         # Two shots store the rows of other owners in whole words, so `out` must be aligned.
         out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
-        post(stream, **t.arguments(), x=t.x, out=out)
+        optional = {} if plain else t.arguments()
+        post(stream, **optional, x=t.x, out=out)
         if out is not t.out:
             world.copy(t.out, out, stream)
 
@@ -159,12 +165,12 @@ def prepare_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLa
 
 def all_reduce_low_latency(
     world: World, shape: tuple[int, ...], dtype: torch.dtype, plan: LowLatencyShot
-) -> Callable[[torch.Tensor, torch.Tensor, Stream], None]:
+) -> CollectiveFunction:
     """Return a function that computes out, the sum of x over ranks, on a stream with a plan that posts rows. The caller
     must have checked that all ranks make the same call; x and out must have this shape and consist of whole 16-byte
     words."""
     sum_rows = _post(world, sum_call(world, shape, dtype), plan)
-    return lambda x, out, stream: sum_rows(Tensors(x, out), stream)
+    return lambda out, x, stream: sum_rows(Tensors(x, out), stream)
 
 
 # -- rows with counters ------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from ..recipes import (
 from ..removed import unexpected
 from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .cost import ALL_REDUCE_COSTS, SCATTER_COSTS
-from .runs import prepare_fused, prepare_reduced, prepare_sequential, prepare_shot
+from .runs import prepare_at_once, prepare_fused, prepare_reduced
 from .signaled import prepare_signaled
 from .two_level import run_reduce_all, run_scatter
 
@@ -93,10 +93,10 @@ class MatmulReduceScatter(MatmulReduce):
     # In 76 shapes and modes on 2 to 8 H200s, 4 or 2 forward programs were at most 1.3% faster than 16 (2026-11).
     variants = (FusedReduceScatter(), FusedReduceScatter(pull_programs=64))
     runs = {
-        Sequential: prepare_sequential,
+        Sequential: prepare_at_once,
         Decomposed: prepare_reduced,
         FusedReduceScatter: prepare_fused,
-        OneShot: prepare_reduced,
+        OneShot: prepare_at_once,
         Signaled: prepare_signaled,
         TwoLevel: unprepared(run_scatter),
     }
@@ -143,11 +143,11 @@ class MatmulAllReduce(MatmulReduce):
     # In 76 shapes and modes on 2 to 8 H200s, 4 forward programs were at most 2.1% faster than 16 (2026-11).
     variants = (FusedAllReduce(),)
     runs = {
-        Sequential: prepare_sequential,
+        Sequential: prepare_at_once,
         Decomposed: prepare_reduced,
         FusedAllReduce: prepare_fused,
-        OneShot: prepare_shot,
-        TwoShotLowLatency: prepare_shot,
+        OneShot: prepare_at_once,
+        TwoShotLowLatency: prepare_at_once,
         Signaled: prepare_signaled,
         TwoLevel: unprepared(run_reduce_all),
     }

@@ -28,14 +28,13 @@ from ...plans import (
     FusedAllReduce,
     FusedReduce,
     LowLatencyShot,
-    OneShot,
     Plan,
     Sequential,
 )
 from ...prepared import OwnResult, Run, made_once
 from ...transport import collectives, copy_engine, low_latency
 from ...transport.collectives import add_bias
-from ...transport.interfaces import ReduceTransport
+from ...transport.interfaces import CollectiveFunction, ReduceTransport
 from ...transport.memory import Halves, flat
 from ...world import Arena, World
 from .. import by_collectives
@@ -50,11 +49,10 @@ SUM_REGISTERS = 112  # registers per thread of a program that sums tiles and sha
 
 
 # -- library GEMMs -----------------------------------------------------------------------------------------------------
-# The transport that sums partial rows at their owners for each class of plans.
-REDUCES: Mapping[type[Plan], ReduceTransport] = {
-    Sequential: collectives.reduce_rows,
-    OneShot: low_latency.reduce_rows,
-    Decomposed: copy_engine.reduce_rows,
+# The transport of parts. The second key is whether every rank receives all rows of the sum.
+REDUCES: Mapping[tuple[type[Plan], bool], ReduceTransport] = {
+    (Decomposed, False): copy_engine.reduce_rows,
+    (Decomposed, True): collectives.reduce_all_rows,
 }
 
 
@@ -84,8 +82,7 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
         return alone
     if isinstance(plan, Decomposed) and world.backend.symmetric_unsupported and not call.everywhere:
         return functools.partial(by_collectives.scatter, world, plan)
-    transport = collectives.reduce_all_rows if call.everywhere else REDUCES[type(plan)]
-    reduce = transport(world, plan, call.shards, call.n, call.dtype)
+    reduce = REDUCES[type(plan), call.everywhere](world, plan, call.shards, call.n, call.dtype)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
         with reduce(out, operands.bias) as parts:
@@ -95,42 +92,48 @@ def prepare_reduced(world: World, call: ReduceCall, plan: Plan) -> Run:
     return run
 
 
-def prepare_sequential(world: World, call: ReduceCall, plan: Sequential) -> Run | OwnResult:
-    """Prepare a library GEMM and NCCL's collective. If shards are unequal or x has scales, a transport sums the
-    rows."""
-    plain = call.scaling is None and (call.everywhere or call.even)
-    if world.size == 1 or not plain or world.batch_invariant:
+def _sum_of(world: World, call: ReduceCall, plan: Sequential | LowLatencyShot) -> CollectiveFunction | None:
+    """Return the collective that sums whole partial results: NCCL's reduce-scatter or a launch of low-latency rows.
+    Return None for NCCL's all-reduce, which sums in place."""
+    if isinstance(plan, Sequential):
+        if call.everywhere:
+            return None
+        if call.even:
+            return world.reduce_scatter
+        return lambda out, x, stream: collectives.reduce_scatter(x, world, call.shards, stream, out)
+    if call.everywhere:
+        return all_reduce_low_latency(world, (call.m, call.n), call.dtype, plan)
+    return low_latency.prepare_scatter(world, plan, call.shards, call.n, call.dtype)
+
+
+def prepare_at_once(world: World, call: ReduceCall, plan: Sequential | LowLatencyShot) -> Run | OwnResult:
+    """Prepare a library GEMM and one collective of its result."""
+    if world.size == 1:
         return prepare_reduced(world, call, plan)
-    current, empty, product = world.current_stream, world.empty, world.backend.linear
-    all_reduce, reduce_scatter = world.all_reduce, world.reduce_scatter
-    everywhere, shape, dtype = call.everywhere, (call.shards[0], call.n), call.dtype
+    reduce = _sum_of(world, call, plan)
+    current, empty, all_reduce, library = world.current_stream, world.empty, world.all_reduce, world.backend.linear
+    plain = call.scaling is None and not world.batch_invariant
+    shape, dtype = (call.m if call.everywhere else call.shards[world.rank], call.n), call.dtype
+
+    def product(operands: ScaledFactors, stream: Stream, out: torch.Tensor | None = None) -> torch.Tensor:
+        if plain:
+            return library(operands.x, operands.weight, None, stream, out)
+        return multiply(world, call, operands, stream, out)
 
     def run(operands: ScaledFactors, out: torch.Tensor | None) -> tuple[torch.Tensor]:
-        (x, weight, bias, *_), stream = operands, current()
-        if everywhere:
-            out = product(x, weight, None, stream, out)
+        stream = current()
+        if reduce is None:
+            out = product(operands, stream, out)
             all_reduce(out, stream)
         else:
-            partial = product(x, weight, None, stream)
+            partial = product(operands, stream)
             out = empty(shape, dtype) if out is None else out
-            reduce_scatter(out, partial, stream)
-        if bias is not None:
-            add_bias(world, out, bias, stream)
+            reduce(out, partial, stream)
+        if operands.bias is not None:
+            add_bias(world, out, operands.bias, stream)
         return (out,)
 
     return OwnResult(run)
-
-
-def prepare_shot(world: World, call: ReduceCall, plan: LowLatencyShot) -> Run:
-    """Prepare the GEMM and one launch that sums its result."""
-    post = all_reduce_low_latency(world, (call.m, call.n), call.dtype, plan)
-
-    def run(operands: ScaledFactors, out: torch.Tensor) -> None:
-        stream = world.current_stream()
-        post(multiply(world, call, operands, stream), out, stream)
-        add_bias(world, out, operands.bias, stream)
-
-    return run
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------

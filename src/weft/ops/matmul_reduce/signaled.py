@@ -38,7 +38,7 @@ from ...transport.memory import lock, workspace
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...world import World
 from ..common import Factors, MatmulCall, tile_of, weight_matrix
-from ..norm import Remap, put_rows
+from ..norm import Remap, rows_launch
 from ..recipes import ScaledFactors
 from .call import ReduceCall
 
@@ -131,10 +131,12 @@ def prepare_signaled(world: World, call: ReduceCall, plan: Signaled) -> Run | Ow
     if not call.reorder:
         return OwnResult(lambda operands, out: (run(operands, None), remap))
 
+    launch = None if in_order or not remap.rows else rows_launch(world, (remap.rows, remap.columns), remap, False)
+
     def ordered(operands: ScaledFactors, out: torch.Tensor) -> None:
         tiles = run(operands, out)
-        if not in_order:
-            put_rows(world, tiles, remap, None, out)
+        if launch is not None:
+            launch(world.current_stream(), x=tiles, residual=tiles, out=out)  # the kernel does not read a residual
 
     return ordered
 
@@ -187,11 +189,13 @@ def _by_collectives(
         result = partials if call.everywhere else world.empty((tiling.rows // owners, tiling.cols), call.dtype)
 
         def collective(g: int, stream: Stream) -> None:
-            lo, hi = spans[g]
+            (lo, hi), whole = spans[g], len(spans) == 1
+            group = partials if whole else partials[lo:hi]
             if call.everywhere:
-                world.all_reduce(partials[lo:hi], stream, signals.communicator)
+                world.all_reduce(group, stream, signals.communicator)
             else:
-                world.reduce_scatter(result[lo // owners : hi // owners], partials[lo:hi], stream, signals.communicator)
+                sums = result if whole else result[lo // owners : hi // owners]
+                world.reduce_scatter(sums, group, stream, signals.communicator)
 
         exchange_groups(world, signals, launch_on(launch, operands, partials), collective)
         return result

@@ -66,7 +66,7 @@ def low_latency_collective(b: Bench, op: str, plan: LowLatencyShot, nbytes: int)
         elif collective(op) == "all_gather":
             low_latency.gather(part, world, plan, shards, stream)
         else:
-            low_latency.scatter(full, world, plan, shards, stream, part)
+            low_latency.prepare_scatter(world, plan, shards, shard, full.dtype)(part, full, stream)
 
     return b.latency(low_latency_name(collective(op), plan), nbytes, fn)
 
