@@ -64,8 +64,8 @@ _EXCHANGED = _on_this_stream(AllToAllOptions())
 
 class Collectives:
     """The collectives of a process group by torch.distributed. Each method makes the stream wait for its collective.
-    `on` returns a context in which a stream is the current one. A stream that is not may only be in the same capture as
-    the current one, or both in none.
+    `on` returns a context in which a stream is the current one. If the stream is not the current one, either both are
+    in the same capture, or neither is in one.
 
     The methods call the group's NCCL backend: torch.distributed's functions add checks, and the group's own methods add
     torch's dispatcher, which cost host time.
