@@ -25,7 +25,7 @@ attention take 450 us longer. Halves and copies beside them are hardly the reaso
 GEMMs and attention took 4,794 us a layer, as long as stock's in later steps, and 5,242 us later (+9%; stock again 4,598 and 4,815 us,
 +5%). A step's first GEMM, a half with nothing beside it, took 215 us in the first step, and 257 us later. The clock, which was not
 recorded, seems to fall further without pauses for communication. Under lasting load four H100s reach their power limit: sharded layers of
-8,192 tokens gain 1.11x, in four single calls 1.15x to 1.24x ([rows](nvidia-h100-x4/sustained.jsonl)).
+8,192 tokens gain 1.11x after 80 calls, 1.15x to 1.24x after 4 ([rows](nvidia-h100-x4/sustained.jsonl)).
 
 **2,048, 4,096.** At 4,096, sequence parallelism hides 83% of the communication; GEMMs and attention take 12% longer.
 

@@ -35,9 +35,12 @@ def all_gather(plan: str) -> Make:
     return make
 
 
-def reduce_scatter(world: weft.World) -> Callable[[], object]:
-    x, w = torch.randn(64, 64).to(BF), torch.randn(64, 64).to(BF)
-    return lambda: weft.matmul_reduce_scatter(x, w, world=world, plan="fused")
+def matmul_reduce(op: Callable[..., object], plan: str) -> Make:
+    def make(world: weft.World) -> Callable[[], object]:
+        x, w = torch.randn(64, 64).to(BF), torch.randn(64, 64).to(BF)
+        return lambda: op(x, w, world=world, plan=plan)
+
+    return make
 
 
 def attention(world: weft.World) -> Callable[[], object]:
@@ -71,14 +74,18 @@ def row_norm_column(form: Plan) -> Make:
 CALLS: dict[str, tuple[Make, int, int]] = {
     "all-gather + GEMM, sequential": (all_gather("sequential"), 85, 10),
     "all-gather + GEMM, fused": (all_gather("fused"), 215, 11),
-    "GEMM + reduce-scatter, fused": (reduce_scatter, 210, 14),
+    "all-gather + GEMM, one shot": (all_gather("one_shot"), 195, 14),
+    "GEMM + reduce-scatter, fused": (matmul_reduce(weft.matmul_reduce_scatter, "fused"), 210, 14),
+    "GEMM + reduce-scatter, one shot": (matmul_reduce(weft.matmul_reduce_scatter, "one_shot"), 200, 15),
+    "GEMM + reduce-scatter, signaled": (matmul_reduce(weft.matmul_reduce_scatter, "signaled"), 205, 20),
+    "GEMM + all-reduce, two shots": (matmul_reduce(weft.matmul_all_reduce, "two_shot"), 200, 15),
     "gathered attention, segmented": (attention, 205, 31),
     "MoE, dispatched": (moe("dispatched"), 500, 21),
     "MoE, fused": (moe("fused"), 430, 15),
     "MoE, low latency": (moe("low_latency"), 330, 16),
-    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 39),
-    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 335, 40),
-    "vLLM's row, norm and column, sharded tokens": (row_norm_column(ShardedTokens()), 520, 36),
+    "vLLM's row, norm and column, sequential": (row_norm_column(Sequential()), 335, 37),
+    "vLLM's row, norm and column, own rows": (row_norm_column(OwnRows()), 335, 37),
+    "vLLM's row, norm and column, sharded tokens": (row_norm_column(ShardedTokens()), 520, 34),
 }
 
 

@@ -276,6 +276,42 @@ def test_the_ranges_and_times_of_comparisons_are_those_of_the_stored_reports() -
     assert f"took {whole[0]} to {whole[-1]} s, timed passes {timed[0]} to {timed[-1]} s" in text
 
 
+def test_what_the_twin_serves_on_four_gpus_is_what_the_stored_reports_say() -> None:
+    text = " ".join((ROOT / "docs/vllm.md").read_text().split())
+    whole_log = (ROOT / "bench/results/nvidia-h200-x4/vllm_ranges.log").read_text()
+    reports = {re.search(r"0, ([\w.-]+) with", part)[1]: part for part in whole_log.split("The report of")[1:]}  # type: ignore[index]
+    first_served = dict.fromkeys(reports, 1)
+    gains: dict[int, list[float]] = {512: [], 2048: [], 8192: []}  # by the largest number of tokens
+    for model, lines in reports.items():
+        assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads, 0 preparations, 0 allocations" in lines
+        for low, high, way, times in re.findall(r"^  (\d+) to (\d+) tokens: (vLLM|\w+\(.*?\)) \((.*)", lines, re.M):
+            if way == "vLLM":
+                assert int(low) == first_served[model], "the twin serves no smaller number of tokens"
+                first_served[model] = int(high) + 1
+            size = next(most for most in gains if int(high) <= most)
+            gains[size] += map(float, re.findall(rf"([\d.]+)x by {re.escape(way)}", times))
+    assert first_served == {"Llama-70B": 3, "Qwen3-30B-A3B": 1, "Llama-8B": 1}
+    assert "served all passes of Qwen3-30B and Llama-8B, and of Llama-70B from 3 tokens on" in text
+    captured, middle, prefills = ((min(of_size), max(of_size)) for of_size in gains.values())
+    assert f"up to 512 tokens {captured[0]:.2f}x to {captured[1]:.2f}x as fast, up to 2,048" in text
+    assert f"{middle[0]:.1f}x to {middle[1]:.1f}x, above {prefills[0]:.2f}x to {prefills[1]:.1f}x" in text
+    chat = [r for gpus in (2, 4) for r in stored_rows(f"nvidia-h200-x{gpus}", "vllm_serving") if r["mix"] == "chat"]
+    assert f'("chat": {min(r["ratio_range"][0] for r in chat):.2f}x)' in text
+
+
+def test_gains_under_lasting_load_are_those_of_the_stored_rows() -> None:
+    text = " ".join((ROOT / "bench/results/vllm.md").read_text().split())
+    us: dict[tuple[str, int], list[float]] = {}
+    for r in stored_rows("nvidia-h100-x4", "sustained"):
+        for calls, time in zip(r["calls"], r["us"], strict=True):
+            us.setdefault((r["method"], calls), []).append(time)
+    late, early = (
+        sorted(a / b for a, b in zip(us["library", n], us["sequence_parallel", n], strict=True)) for n in (80, 4)
+    )
+    assert f"gain {late[-1]:.2f}x after 80 calls, {early[0]:.2f}x to {early[-1]:.2f}x after 4" in text
+    assert {f"{gain:.2f}" for gain in late} == {f"{late[-1]:.2f}"}
+
+
 def test_the_figures_of_traced_steps_are_those_of_the_stored_rows() -> None:
     """What vLLM's page says of layers, of steps and of the time between tokens."""
     text = " ".join((ROOT / "bench/results/vllm.md").read_text().split())

@@ -107,10 +107,9 @@ def _gather_of(world: World, call: GatherCall, plan: Sequential | OneShot) -> Co
 def prepare_at_once(world: World, call: GatherCall, plan: Sequential | OneShot) -> Run | OwnResult:
     """Prepare one all-gather and a library GEMM of all rows. A transport gathers the rows of other calls: with scales,
     an activation, unequal shards or rows that need padding, and on batch-invariant Worlds."""
-    plain = call.scaling is None and not call.gated
-    if world.size == 1 or not plain or world.batch_invariant:
-        return prepare_gathered(world, call, plan)
-    if (gather := _gather_of(world, call, plan)) is None:
+    plain = world.size > 1 and call.scaling is None and not call.gated and not world.batch_invariant
+    gather = _gather_of(world, call, plan) if plain else None
+    if gather is None:
         return prepare_gathered(world, call, plan)
     current, empty, linear = world.current_stream, world.empty, world.backend.linear
     shape, dtype, keep = (call.rows, call.k), call.dtype, call.gathered
