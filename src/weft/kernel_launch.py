@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch
 from triton import JITFunction
@@ -27,6 +27,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .lang.jit import Options
 from .symmetric import Stream, outlives_call
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 Args = ParamSpec("Args")
 Prepared = TypeVar("Prepared")
@@ -78,7 +81,15 @@ class LaunchTarget(Protocol):
 
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Moved], /) -> None: ...
 
-    def load(self, kernel: JITFunction, grid: int, args: Mapping[str, object], options: Options, /) -> None: ...
+    def load(
+        self,
+        kernel: JITFunction,
+        grid: int,
+        args: Mapping[str, object],
+        options: Options,
+        co_resident: CompiledKernel | None = None,
+        /,
+    ) -> CompiledKernel | None: ...
 
 
 class Launch:
@@ -104,9 +115,10 @@ class Launch:
     def __call__(self, stream: Stream, /, **moving: Moved) -> None:
         self._run(self, stream, moving)
 
-    def load(self, /, **moving: Moved) -> None:
-        """Compile, check and load the kernel for tensors of these dtypes and alignments, without running it."""
-        self._load(self.kernel, self.grid, self.arguments(moving), self.options)
+    def load(self, co_resident: CompiledKernel | None = None, /, **moving: Moved) -> CompiledKernel | None:
+        """Compile, check and load the kernel for tensors of these dtypes and alignments, without running it, and return
+        the loaded kernel. co_resident: as in `Backend.load`."""
+        return self._load(self.kernel, self.grid, self.arguments(moving), self.options, co_resident)
 
     def arguments(self, moving: Mapping[str, Moved]) -> dict[str, object]:
         """Return all arguments by name. Raises TypeError unless the names of `moving` are exactly `self.moving`."""
@@ -137,6 +149,16 @@ class BoundLaunch(NamedTuple):
         self.launch(stream, **self.moving)
 
 
+def load_in_order(steps: Iterable[BoundLaunch]) -> None:
+    """Load the kernels of these launches. The programs of a launch must fit on an SM together with a program of the
+    launch before it if that has the option co_resident. Raises Unsupported if they do not fit."""
+    co_resident = None
+    for launch, moving in steps:
+        is_co_resident = launch.options.get("co_resident")
+        loaded = launch.load(None if is_co_resident else co_resident, **moving)
+        co_resident = loaded if is_co_resident else None
+
+
 class Ahead:
     """Load all kernels of a call before the first of them runs: CUDA may delay the loading of a kernel until a running
     kernel ends, and that kernel may itself wait for the kernel to load. The kernels are loaded once for each
@@ -157,8 +179,7 @@ class Ahead:
         object."""
         aligned = (variant, *[None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
-            for launch, moving in steps():
-                launch.load(**moving)
+            load_in_order(steps())
             self._loaded.add(aligned)
 
 

@@ -588,7 +588,7 @@ def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
             launch(kernel, grid, values, *options_and_stream)
 
         backend.launch = check
-        backend.load = lambda kernel, grid, args, options: loaded.add(variant(kernel, args))
+        backend.load = lambda kernel, grid, args, options, co_resident: loaded.add(variant(kernel, args))
         plan = SMALL_COPIED if op == OPS[0] else SMALL_FUSED[op]
         for dtype in (torch.bfloat16, torch.float16):
             for bias in (True, False, True):

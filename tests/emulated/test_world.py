@@ -42,6 +42,7 @@ from weft.backends.cuda import CudaBackend, GpuBackend, _device_of, _why_unreach
 from weft.backends.launcher import Launcher
 from weft.backends.shared_gpu import RankDevice
 from weft.emulator.bounds import ADDRESS
+from weft.kernel_launch import BoundLaunch, Launch, load_in_order
 from weft.nn.weave import LayerPlan
 from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
@@ -926,14 +927,40 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     large = Kernel(compiled_with(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 an SM"):
         launcher.load(large, 133, {}, {})
-    launcher.load(Kernel(compiled_with(46)), 132, {}, dict(co_resident=True))
+    fitting = launcher.load(Kernel(compiled_with(46)), 132, {}, dict(co_resident=True))
     assert len(small) == 1
-    launcher.load(large, 132, {}, {})  # 46 and 180 KiB fit on one SM
-    launcher.load(Kernel(compiled_with(48)), 132, {}, dict(co_resident=True))
-    with pytest.raises(Unsupported, match="the pull programs do not fit on an SM together with the computing ones"):
-        launcher.load(large, 132, {}, {})
+    launcher.load(large, 132, {}, {}, fitting)  # 46 and 180 KiB fit on one SM
+    too_large = launcher.load(Kernel(compiled_with(48)), 132, {}, dict(co_resident=True))
+    with pytest.raises(
+        Unsupported, match="its programs do not fit on an SM together with those of the launch before it"
+    ):
+        launcher.load(large, 132, {}, {}, too_large)
     for alone in (large, Kernel(compiled_with(220))):
-        launcher.load(alone, 132, {}, {})
+        launcher.load(alone, 132, {}, {})  # the kernel that was loaded last may belong to another operator
+
+
+def test_each_pair_of_launches_that_shares_an_sm_is_checked() -> None:
+    """The launches of a call are loaded in order, and a launch is checked against the launch before it only if that has
+    the option co_resident."""
+    loads: list[tuple[str, str | None]] = []
+
+    def load(kernel: Any, grid: int, args: Any, options: Any, co_resident: str | None) -> str:
+        loads.append((kernel.__name__, co_resident))
+        return str(kernel.__name__)
+
+    machine: Any = SimpleNamespace(run_launch=None, load=load)
+
+    def step(name: str, **options: bool) -> BoundLaunch:
+        kernel: Any = SimpleNamespace(__name__=name, arg_names=[], params=[])
+        return BoundLaunch(Launch(machine, kernel, 1, options), {})
+
+    pull, copy = (step(name, co_resident=True) for name in ("pull", "copy"))
+    load_in_order([step("first"), pull, copy, step("gemm"), step("last")])
+    load_in_order([pull])
+    load_in_order([step("of another operator")])
+    co_resident = {"gemm": "copy"}
+    names = "first", "pull", "copy", "gemm", "last", "pull", "of another operator"
+    assert loads == [(name, co_resident.get(name)) for name in names]
 
 
 def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -38,6 +38,9 @@ from ..symmetric import SymmetricTensor as SymmetricTensor
 from ..timing import Clock
 from .library_gemm import linear
 from .nodes import why_no_levels
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 R = TypeVar("R")
 
@@ -336,7 +339,7 @@ class Backend(ABC):
         """Run `grid` programs of a `weft.jit` kernel. `args` are by name: tensors, ints, constexpr values, NamedTuples
         of these, and TensorDescriptors. `options`: num_warps, num_stages; co_resident, for programs small enough to
         share the SMs with the next launch's programs; per_sm, the number of programs that should share an SM, together
-        with one program of the previous launch if that is co_resident; local, for programs that wait neither for other
+        with one program of a co_resident launch before it; local, for programs that wait neither for other
         ranks nor for each other, so that ranks may launch different programs, and more than can be resident at once;
         few_registers, for a kernel whose registers Triton's newer assembler would spill; enable_fp_fusion False, for a
         kernel that must round products before it adds them, however it is compiled."""
@@ -349,8 +352,17 @@ class Backend(ABC):
         """Return a context manager that notes the launches inside it whose programs wait (`residency`)."""
         return nullcontext(Notes())
 
-    def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
-        """Compile, check and load the kernel of a `launch` without running it. The emulator does nothing."""
+    def load(
+        self,
+        kernel: JITFunction,
+        grid: int,
+        args: Arguments,
+        options: Options,
+        co_resident: CompiledKernel | None = None,
+    ) -> CompiledKernel | None:
+        """Compile, check and load the kernel of a `launch` without running it, and return the loaded kernel.
+        co_resident: the loaded kernel of a `co_resident` launch with which the programs of this one share the SMs.
+        Raises Unsupported if they do not fit. The emulator does nothing, and returns None."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:

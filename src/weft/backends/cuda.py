@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ from .nccl import Collectives, collectives
 from .shared_gpu import RankDevice
 from .shm_exchange import BYTES, SharedMemoryExchange
 from .uploads import Uploads, any_call_allowed, driver
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -196,7 +199,7 @@ class GpuBackend(Backend):
 
     @property
     def kernels(self) -> int:
-        return len(self._plain_launcher.checked)
+        return len(self._plain_launcher.loaded)
 
     # -- streams
     def current_stream(self) -> torch.cuda.Stream:
@@ -307,9 +310,16 @@ class GpuBackend(Backend):
         self._noting.add("collectives", programs)
         self._collective(stream, enqueue, *arguments)
 
-    def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
+    def load(
+        self,
+        kernel: JITFunction,
+        grid: int,
+        args: Arguments,
+        options: Options,
+        co_resident: CompiledKernel | None = None,
+    ) -> CompiledKernel:
         with torch.cuda.device(self.device):  # otherwise Triton would load the kernel for the thread's current device
-            self.launcher.load(kernel, grid, args, options)
+            return self.launcher.load(kernel, grid, args, options, co_resident)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         """Copy by CUDA's driver, which needs less host time than torch, and does not need the stream to be current. If

@@ -69,10 +69,7 @@ class Launcher:
     def __init__(self, backend: GpuBackend) -> None:
         _triton.require()
         self.backend = backend
-        self.checked: set[Hashable] = set()
-        self._co_resident_with: CompiledKernel | None = (
-            None  # the last kernel that was loaded, if its launch has the option co_resident
-        )
+        self.loaded: dict[Hashable, CompiledKernel] = {}  # by variant
 
     def launch(
         self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
@@ -123,32 +120,44 @@ class Launcher:
         if ready is not None:
             launch.variants[kinds] = ready
 
-    def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
-        """Compile and load a variant on its first use. Raise Unsupported unless the kernel's programs fit on an SM and
-        can all be resident at once. The second condition does not apply if the launch is `local`, since its programs do
-        not wait for each other."""
+    def load(
+        self,
+        kernel: JITFunction,
+        grid: int,
+        values: Arguments,
+        options: Options,
+        co_resident: CompiledKernel | None = None,
+    ) -> CompiledKernel:
+        """Compile and load a variant on its first use, and return it. Raise Unsupported unless the kernel's programs
+        fit on an SM, together with a program of `co_resident`, and can all be resident at once. The last condition
+        does not apply if the launch is `local`, since its programs do not wait for each other. Only the caller knows
+        which launches share an SM (`kernel_launch.load_in_order`), since the next load may be another operator's."""
         unspecialized = {p.name for p in kernel.params if p.do_not_specialize}
         leaves = [part for name, value in values.items() if name not in unspecialized for part in _flattened(value)]
         # Triton compiles separate kernels for addresses that are multiples of 16 and for other addresses.
         aligned = (v.data_ptr() % 16 == 0 for v in leaves if isinstance(v, torch.Tensor))
         variant = (kernel, grid, *options.values(), *map(_kind, leaves), *aligned)
-        co_resident, self._co_resident_with = self._co_resident_with, None  # only the next load is checked against it
-        if variant in self.checked and co_resident is None:
-            return
+        if variant not in self.loaded:
+            self.loaded[variant] = self._checked(kernel, grid, values, options)
+        compiled = self.loaded[variant]
+        if co_resident is not None and not self.fits(co_resident, *[compiled] * options.get("per_sm", 1)):
+            raise Unsupported(
+                f"{kernel.fn.__name__}: its programs do not fit on an SM together with those of the launch before it"
+            )
+        return compiled
+
+    def _checked(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> CompiledKernel:
+        """Compile and load a variant. Raise Unsupported if a program does not fit on an SM, or if programs that wait
+        for each other are not all resident."""
         compiled = self.compiled(kernel, grid, values, options)
         if options.get("co_resident"):
-            self._co_resident_with = compiled
             _triton.share_all_memory(compiled)
-        elif co_resident is not None and not self.fits(co_resident, *[compiled] * options.get("per_sm", 1)):
-            raise Unsupported(
-                f"{kernel.fn.__name__}: the pull programs do not fit on an SM together with the computing ones"
-            )
         if not options.get("local") and grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} an SM"
             )
-        self.checked.add(variant)
+        return compiled
 
     def compiled(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> CompiledKernel:
         """Return the compiled and loaded kernel of a launch. Raises Unsupported if a program does not fit."""

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....backends.base import SymmetricTensor
 from ....errors import WeftError
-from ....kernel_launch import BoundLaunch, Launch, prepared
+from ....kernel_launch import BoundLaunch, Launch, load_in_order, prepared
 from ....op import Call, Op, Operands, Returned, Shapes, registered
 from ....plans import Dispatched, Plan, Sequential
 from ....prepared import unprepared
@@ -463,13 +463,14 @@ def load(world: World, state: ExchangeState, kernels: KernelState) -> None:
     layer = state.exchange.layer
     one_row = world.empty((1, layer.hidden), layer.dtype)
     space = kernels.space(one_row)
-    for step in (
-        dispatched.dispatch_launch(world, kernels.dispatched, one_row, state.order.ids[world.rank], space),
-        place_launch(world, state, kernels, one_row),
-        *combine_launches(world, state, kernels, one_row, None, one_row),
-        combine_launches(world, state, kernels, one_row, None, one_row, co_resident=False)[1],
-    ):
-        step.launch.load(**step.moving)
+    load_in_order(
+        (
+            dispatched.dispatch_launch(world, kernels.dispatched, one_row, state.order.ids[world.rank], space),
+            place_launch(world, state, kernels, one_row),
+            *combine_launches(world, state, kernels, one_row, None, one_row),
+            combine_launches(world, state, kernels, one_row, None, one_row, co_resident=False)[1],
+        )
+    )
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
