@@ -14,23 +14,32 @@ from weft.planner.predict import Predictor
 from weft.planner.profile import shipped
 from weft.plans import Plan, Sequential
 
-STORED = Path(__file__).parents[2] / "bench/results/nvidia-h200-x4/drawn.jsonl"
-ROWS = [json.loads(line) for line in STORED.read_text().splitlines()]
+RESULTS = Path(__file__).parents[2] / "bench/results"
 
 
-def runs_of(*commits: str, mode: str = "graph") -> dict[tuple[str, int, int, int], dict[str, dict[str, Any]]]:
+def stored(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text().splitlines()]
+
+
+ON_TWO = stored("nvidia-h200-x2/drawn.jsonl")
+ROWS = stored("nvidia-h200-x4/drawn.jsonl")
+
+
+def runs_of(
+    *commits: str, mode: str = "graph", rows: list[dict[str, Any]] = ROWS
+) -> dict[tuple[str, int, int, int], dict[str, dict[str, Any]]]:
     """Return the rows of a mode by method, for each op and size that these commits ran."""
     runs: dict[tuple[str, int, int, int], dict[str, dict[str, Any]]] = {}
-    for row in ROWS:
-        if row["mode"] == mode and row["commit"][:HASH] in commits:
+    for row in rows:
+        if row.get("mode", mode) == mode and row["commit"][:HASH] in commits:
             runs.setdefault((row["op"], row["M"], row["N"], row["K"]), {})[row["method"]] = row
     return runs
 
 
-def ratios_of(commit: str, mode: str = "graph") -> list[float]:
+def ratios_of(commit: str, mode: str = "graph", rows: list[dict[str, Any]] = ROWS) -> list[float]:
     """Return how many times as fast as the fastest library "auto" was, for each op and size that a commit ran."""
     ratios = []
-    for methods in runs_of(commit, mode=mode).values():
+    for methods in runs_of(commit, mode=mode, rows=rows).values():
         us = {method: row["us"] for method, row in methods.items()}
         ratios.append(min(time for method, time in us.items() if method != "auto") / us["auto"])
     return ratios
@@ -52,10 +61,11 @@ def test_auto_is_compared_with_nccl_and_with_the_best_library_of_the_newest_run(
 
 
 def test_the_stored_sizes_are_those_of_their_seeds() -> None:
-    for seed in {row["seed"] for row in ROWS}:
+    rows = ROWS + ON_TWO
+    for seed in {row["seed"] for row in rows}:
         sizes = shapes.drawn(seed)
         assert run.arguments(["--drawn", str(seed), "--out", "out"]).sizes == sizes
-        assert {row["name"] for row in ROWS if row["seed"] == seed} == {shape.name for shape in sizes}
+        assert {row["name"] for row in rows if row["seed"] == seed} == {shape.name for shape in sizes}
 
 
 def test_the_title_states_the_graphs_of_the_later_seed() -> None:
@@ -72,6 +82,15 @@ def test_the_title_states_the_graphs_and_eager_calls_of_the_seed_after_the_last_
     reached = [(sum(ratio >= 0.98 for ratio in ratios), len(ratios)) for ratios in (graphs, eager)]
     text = " ".join(TITLE.split())
     assert "{} of its {} graphs and {} of its {} eager calls reached 0.98x".format(*reached[0], *reached[1]) in text
+
+
+def test_the_title_states_the_eager_calls_on_two_gpus() -> None:
+    drawn_sizes = ratios_of("15d7f5a7", "eager", ON_TWO)
+    of_models = ratios_of("15d7f5a7", "eager", stored("nvidia-h200-x2/eager.jsonl"))
+    reached = [(sum(ratio >= 0.98 for ratio in ratios), len(ratios)) for ratios in (drawn_sizes, of_models)]
+    text = " ".join(TITLE.split())
+    assert "{} of its {} eager calls reached 0.98x. Of".format(*reached[0]) in text
+    assert "{} of {} reached 0.98x of cuBLAS and NCCL".format(*reached[1]) in text
 
 
 def test_a_tenth_of_long_calls_take_longer_than_predicted_by_what_rivals_states() -> None:
