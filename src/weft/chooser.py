@@ -27,6 +27,7 @@ from .timing import CallTime, Clock, cuda_clock, interleaved
 TIMES, ROUNDS = 10, 5
 LAUNCH = 500.0  # an upper bound, in us, on the time that the host usually needs for a call
 LONG = 40_000.0  # the maximum time, in us, of a candidate's calls in one round; a round has at most TIMES calls
+TIMED_ALONE = 150_000.0  # the time, in us, from which a call is timed alone even if shorter ones are timed together
 ENOUGH = 250_000.0  # the time, in us, of a candidate's calls after which one further round is enough
 MIN_SPEEDUP = 1.01  # medians of equal candidates differ by up to about 1%
 LAUNCH_MODES = ("eager", "graph")
@@ -57,7 +58,8 @@ class Choice(Generic[T]):
     runs. title, sizes: describe the trial. worth: how many times as fast as the expected candidate another must be.
     host_factor: the largest factor by which the host's part of an eager call's time grows in the uses that share the
     decision. hopeless: a candidate other than the expected one is not timed in rounds if its first timed calls take
-    more than this many times the fastest candidate's time. If only the expected one is left, none is."""
+    more than this many times the fastest candidate's time. If only the expected one is left, none is. together: the
+    least number of calls that are timed together, unless a call takes TIMED_ALONE."""
 
     key: Hashable
     expected: Callable[[str], T]
@@ -69,6 +71,11 @@ class Choice(Generic[T]):
     worth: float = MIN_SPEEDUP
     host_factor: float = 1.0
     hopeless: float = math.inf
+    together: int = 1
+
+    def calls(self, us: float) -> int:
+        """Return the number of calls to time together if a call takes this time."""
+        return max(1 if us >= TIMED_ALONE else self.together, min(TIMES, int(LONG / us)))
 
 
 @dataclass(frozen=True)
@@ -155,18 +162,21 @@ class Chooser:
         for candidate in dict.fromkeys((*expected.values(), *candidates)):
             choice.prepare(candidate)
             choice.run(candidate)
-            single_calls[candidate] = self._slowest([self.time(choice, candidate, 1, LAUNCH)])[0]
+            # All ranks have the same times, and so time equally many calls.
+            calls = 1 if min((c.gpu for c in single_calls.values()), default=0.0) >= TIMED_ALONE else choice.together
+            single_calls[candidate] = self._slowest([self.time(choice, candidate, calls, LAUNCH)])[0]
         fastest = min(map(max, single_calls.values()))
         limit = choice.hopeless * fastest
         for way, call in single_calls.items():
             if max(call) > limit and way not in expected.values():  # possibly only the first timed call was slow
-                single_calls[way] = min(call, *self._slowest([self.time(choice, way, 1, LAUNCH)]), key=max)
+                again = self.time(choice, way, 1 if call.gpu >= TIMED_ALONE else choice.together, LAUNCH)
+                single_calls[way] = min(call, *self._slowest([again]), key=max)
         hopeful = [way for way, call in single_calls.items() if max(call) <= limit or way in expected.values()]
         rivals = hopeful if len(hopeful) > 1 else []
 
         def sample(candidate: T) -> CallTime:
             gpu, host = single_calls[candidate]
-            times = max(1, min(TIMES, int(LONG / gpu)))
+            times = choice.calls(gpu)
             return self.time(choice, candidate, times, host + times * max(host - gpu, 0.0))
 
         rounds = interleaved(rivals, sample, rounds_of(fastest))

@@ -162,6 +162,23 @@ def test_long_calls_have_fewer_rounds(us: float, rounds: int) -> None:
     assert timed.count("b") == 1 + 1 + rounds, "a warm-up, the first timed call and the rounds"
 
 
+@pytest.mark.parametrize(("us", "first_calls", "of_a_round"), [(50e3, [2, 2], 2), (150e3, [2, 1], 1)])
+def test_calls_that_are_timed_together_are_timed_alone_if_they_are_long(
+    us: float, first_calls: list[int], of_a_round: int
+) -> None:
+    """Only the first timed call of the first candidate does not know how long a call is."""
+    counts: list[int] = []
+
+    def clock(run: Callable[[], object], times: int, ahead: float) -> CallTime:
+        counts.append(times)
+        return CallTime(us, 0.0)
+
+    choice = Choice("key", lambda mode: "a", lambda: ["a", "b"], lambda name: None, together=2)
+    Chooser(clock, lambda: False).choose(choice)
+    rounds = chooser.rounds_of(us)
+    assert counts == [*first_calls, *[of_a_round] * 2 * rounds]
+
+
 @pytest.mark.parametrize(
     ("us", "rounds"), [((100, 99.5, 101), (5, 5, 5)), ((100, 90, 101), (5, 5, 0)), ((100, 150, 101), (5, 0, 5)), ((100, 150, 103), (0, 0, 0))]
 )  # fmt: skip

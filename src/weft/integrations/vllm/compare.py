@@ -30,7 +30,7 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
-from ...timing import CallTime, back_to_back
+from ...timing import PASSES_TIMED, CallTime, back_to_back
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -287,9 +287,17 @@ def choice(
     def once(way: PassWay) -> None:
         graphs[way].replay() if mode == "graph" else in_way(way)
 
-    expected, title = (lambda mode: chosen), "whole passes"
-    key = ("passes", tokens)
-    return Choice(key, expected, lambda: candidates, once, prepare, title, (tokens,), hopeless=SLOWER[mode])
+    return Choice(
+        ("passes", tokens),
+        expected=lambda mode: chosen,
+        candidates=lambda: candidates,
+        run=once,
+        prepare=prepare,
+        title="whole passes",
+        sizes=(tokens,),
+        hopeless=SLOWER[mode],
+        together=PASSES_TIMED,
+    )
 
 
 class Compared(Switched):
