@@ -26,8 +26,9 @@ class Recorded:
 
     def __init__(self) -> None:
         self.loaded: list[tuple[bool, ...]] = []
+        self.options: dict[str, bool] = {}
 
-    def load(self, **moving: torch.Tensor) -> None:
+    def load(self, co_resident: None, /, **moving: torch.Tensor) -> None:
         self.loaded.append(tuple(t.data_ptr() % 16 == 0 for t in moving.values()))
 
 
