@@ -19,8 +19,9 @@ again with one size of the other seed. Seed 20261128 was measured once, after th
 and 53 of its 60 eager calls reached 0.98x. Its timed eager calls, unlike those of the other seeds, follow a call that is not timed, in which
 the ranks wait for one another.
 
-On 2 GPUs seed 281126 was measured once, in eager mode: 56 of its 60 eager calls reached 0.98x. Of the eager calls of models' GEMMs on the
-same machine, right after (`bench/results/nvidia-h200-x2/eager.jsonl`), 125 of 127 reached 0.98x of cuBLAS and NCCL.
+On 2 GPUs seed 281126 was measured once, in eager mode: 56 of its 60 eager calls reached 0.98x. Of the eager calls of models' GEMMs
+(`bench/results/nvidia-h200-x2/eager.jsonl` and `-x4`), measured right after, 125 of 127 reached 0.98x of cuBLAS and NCCL. On 4 GPUs 86 of 86
+did (`ebf52f65`, all-gathers and reduce-scatters).
 
 """
 BASELINE, OURS = "sequential", "auto"

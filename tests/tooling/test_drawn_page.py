@@ -84,13 +84,15 @@ def test_the_title_states_the_graphs_and_eager_calls_of_the_seed_after_the_last_
     assert "{} of its {} graphs and {} of its {} eager calls reached 0.98x".format(*reached[0], *reached[1]) in text
 
 
-def test_the_title_states_the_eager_calls_on_two_gpus() -> None:
+def test_the_title_states_the_newest_eager_calls() -> None:
     drawn_sizes = ratios_of("15d7f5a7", "eager", ON_TWO)
-    of_models = ratios_of("15d7f5a7", "eager", stored("nvidia-h200-x2/eager.jsonl"))
-    reached = [(sum(ratio >= 0.98 for ratio in ratios), len(ratios)) for ratios in (drawn_sizes, of_models)]
+    on_two = ratios_of("15d7f5a7", "eager", stored("nvidia-h200-x2/eager.jsonl"))
+    on_four = ratios_of("ebf52f65", "eager", stored("nvidia-h200-x4/eager.jsonl"))
+    reached = [(sum(ratio >= 0.98 for ratio in ratios), len(ratios)) for ratios in (drawn_sizes, on_two, on_four)]
     text = " ".join(TITLE.split())
     assert "{} of its {} eager calls reached 0.98x. Of".format(*reached[0]) in text
     assert "{} of {} reached 0.98x of cuBLAS and NCCL".format(*reached[1]) in text
+    assert "On 4 GPUs {} of {} did".format(*reached[2]) in text
 
 
 def test_a_tenth_of_long_calls_take_longer_than_predicted_by_what_rivals_states() -> None:

@@ -122,6 +122,17 @@ def test_several_gpus_are_compared_with_the_usual_choice(tmp_path: Path) -> None
     assert moe_page.overlap_efficiency(tmp_path).splitlines()[-1] == "| Mixtral, 512 | 0.80 |"
 
 
+def test_the_gain_over_other_experts_over_ranks_is_that_of_the_stored_rows() -> None:
+    us: dict[str, dict[str, float]] = {}
+    for row in map(json.loads, (ROOT / "bench/results/nvidia-h200-x4/moe.jsonl").read_text().splitlines()):
+        if row.get("versions") == {"vllm": "0.26.0", "quack": "0.6.5"}:
+            us.setdefault(row["name"], {})[row["method"]] = row["us"]
+    gains = [min(times["vllm"], times["quack"]) / times["auto"] for times in us.values()]
+    text = " ".join((ROOT / "docs/moe.md").read_text().split())
+    assert len(gains) == 10
+    assert f"On four H200s layers were {min(gains):.2f}x to {max(gains):.2f}x as fast as the faster of vLLM's" in text
+
+
 def test_stragglers_by_delay(tmp_path: Path) -> None:
     """Calls of two ranks, each of which is late in turn, end after 40 us."""
     row = dict(name="Mixtral-512", method="auto", delay=1.0, delay_us=20.0, **figures([(40.0, 30.0), (30.0, 40.0)] * 2))

@@ -279,19 +279,22 @@ def test_the_ranges_and_times_of_comparisons_are_those_of_the_stored_reports() -
 def test_what_the_twin_serves_on_four_gpus_is_what_the_stored_reports_say() -> None:
     text = " ".join((ROOT / "docs/vllm.md").read_text().split())
     whole_log = (ROOT / "bench/results/nvidia-h200-x4/vllm_ranges.log").read_text()
-    reports = {re.search(r"0, ([\w.-]+) with", part)[1]: part for part in whole_log.split("The report of")[1:]}  # type: ignore[index]
-    first_served = dict.fromkeys(reports, 1)
+    parts = whole_log.split("The report of")[1:]
+    reports = {" ".join(re.search(r"0, ([\w.-]+) with (\d+)", part).groups()): part for part in parts}  # type: ignore[union-attr]
+    unserved: dict[str, list[tuple[int, int]]] = {name: [] for name in reports}
     gains: dict[int, list[float]] = {512: [], 2048: [], 8192: []}  # by the largest number of tokens
-    for model, lines in reports.items():
+    for name, lines in reports.items():
         assert "since the start: 0 compiles, 0 trials, 0 decisions, 0 uploads, 0 preparations, 0 allocations" in lines
         for low, high, way, times in re.findall(r"^  (\d+) to (\d+) tokens: (vLLM|\w+\(.*?\)) \((.*)", lines, re.M):
             if way == "vLLM":
-                assert int(low) == first_served[model], "the twin serves no smaller number of tokens"
-                first_served[model] = int(high) + 1
+                unserved[name].append((int(low), int(high)))
             size = next(most for most in gains if int(high) <= most)
             gains[size] += map(float, re.findall(rf"([\d.]+)x by {re.escape(way)}", times))
-    assert first_served == {"Llama-70B": 3, "Qwen3-30B-A3B": 1, "Llama-8B": 1}
+    smallest = [(1, 1), (2, 2)]
+    deep = unserved.pop("Llama-70B 80")
+    assert unserved == {"Llama-70B 16": smallest, "Qwen3-30B-A3B 16": [], "Llama-8B 16": []} and deep[:2] == smallest
     assert "served all passes of Qwen3-30B and Llama-8B, and of Llama-70B from 3 tokens on" in text
+    assert ["with 80 layers except {:,} to {:,}".format(*span) in text for span in deep[2:]] == [True]
     captured, middle, prefills = ((min(of_size), max(of_size)) for of_size in gains.values())
     assert f"up to 512 tokens {captured[0]:.2f}x to {captured[1]:.2f}x as fast, up to 2,048" in text
     assert f"{middle[0]:.1f}x to {middle[1]:.1f}x, above {prefills[0]:.2f}x to {prefills[1]:.1f}x" in text
