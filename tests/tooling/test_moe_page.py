@@ -122,15 +122,15 @@ def test_several_gpus_are_compared_with_the_usual_choice(tmp_path: Path) -> None
     assert moe_page.overlap_efficiency(tmp_path).splitlines()[-1] == "| Mixtral, 512 | 0.80 |"
 
 
-def test_the_gain_over_other_experts_over_ranks_is_that_of_the_stored_rows() -> None:
+def test_layers_over_ranks_are_faster_than_with_other_experts_as_the_page_says() -> None:
     us: dict[str, dict[str, float]] = {}
     for row in map(json.loads, (ROOT / "bench/results/nvidia-h200-x4/moe.jsonl").read_text().splitlines()):
         if row.get("versions") == {"vllm": "0.26.0", "quack": "0.6.5"}:
             us.setdefault(row["name"], {})[row["method"]] = row["us"]
     gains = [min(times["vllm"], times["quack"]) / times["auto"] for times in us.values()]
     text = " ".join((ROOT / "docs/moe.md").read_text().split())
-    assert len(gains) == 10
-    assert f"On four H200s layers were {min(gains):.2f}x to {max(gains):.2f}x as fast as the faster of vLLM's" in text
+    assert len(gains) == 10 and min(gains) > 1
+    assert "On four H200s all layers were faster than with vLLM's or quack's experts over ranks." in text
 
 
 def test_stragglers_by_delay(tmp_path: Path) -> None:
