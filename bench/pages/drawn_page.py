@@ -20,8 +20,8 @@ and 53 of its 60 eager calls reached 0.98x. Its timed eager calls, unlike those 
 the ranks wait for one another.
 
 On 2 GPUs seed 281126 was measured once, in eager mode: 56 of its 60 eager calls reached 0.98x. Of the eager calls of models' GEMMs
-(`bench/results/nvidia-h200-x2/eager.jsonl` and `-x4`), measured right after, 125 of 127 reached 0.98x of cuBLAS and NCCL. On 4 GPUs 86 of 86
-did (`ebf52f65`, all-gathers and reduce-scatters).
+(eager.jsonl of each machine), 125 of 127 reached 0.98x of cuBLAS and NCCL on 2 GPUs (`15d7f5a7`). On 4 GPUs 86 of 86 did, all of them with
+an all-gather or a reduce-scatter (`ebf52f65`).
 
 """
 BASELINE, OURS = "sequential", "auto"

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-PASSES_TIMED = 2  # short passes that are timed together, so that the host prepares the second while the first runs
 CYCLES = 2_000  # the approximate number of GPU cycles in 1 us
 AHEAD = 200 * CYCLES  # longer than the host needs to launch a replay
 

@@ -30,7 +30,7 @@ import torch
 
 from ...chooser import MIN_SPEEDUP, Choice, Chooser
 from ...plans import Plan, Sequential
-from ...timing import PASSES_TIMED, CallTime, back_to_back
+from ...timing import CallTime, back_to_back
 from .flashinfer import FlashInfer
 from .interface import VllmObject
 from .row_norm_column import PASS_FORMS, OwnRows, WovenLayers
@@ -47,6 +47,7 @@ IN_GRAPHS = (Sequential(), OwnRows())  # the forms for few tokens, that is, for 
 # larger in graphs, because short passes vary more.
 SLOWER = {"eager": 1.02, "graph": 1.2}
 FAR_SLOWER = 1.2  # a form that is slower than vLLM's own pass by this factor is not timed in lower ranges
+PASSES_TIMED = 2  # short passes that are timed together, so that the host prepares the second while the first runs
 PARTS = (0, 4, 6, 7)  # the low ends to try, in eighths of a range
 HOST_BOUND = 0.9  # the GPU waits for the host if the host needs at least this part of a pass's time
 
