@@ -288,7 +288,8 @@ def pipelined(kernels: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns)
     gathered = sum(
         "cp.async.cg.shared" in s.text and "tl.load(pointers + k" in s.source for s in steps["grouped_gemm_in"]
     )
-    stages = kernels["grouped_gemm_in"][0].options["num_stages"]
+    launch = kernels["grouped_gemm_in"][0]
+    stages = launch.options["num_stages"] * (1 + launch.args["s"].HALVES.value)
     assert gathered == stages * plan.tile.block_m * plan.tile.block_k * 2 // (plan.tile.warps * 32 * 16)
     stores = [s for s in steps["push_shard"] if "st.global" in s.text and "tl.store(dst +" in s.source]
     assert stores and all("v4.b32" in s.text or "v2.b64" in s.text for s in stores), [str(s) for s in stores][:2]

@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 
 import weft
-from tests.emulated.cases import distance, draw, on_stream
+from tests.emulated.cases import changed, distance, draw, on_stream
 from tests.emulated.cases_all_reduce import PLANS
 from tests.emulated.cases_attention import Inputs, Shape, attention, attention_case
 from tests.emulated.cases_dispatch_combine import exchange_case, overfull
@@ -62,7 +62,15 @@ from weft.ops.moe.expert_parallel.fused_kernels import (
     wait_for_step,
     wait_for_sums,
 )
-from weft.ops.moe.expert_parallel.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_offset, sum_ranks
+from weft.ops.moe.expert_parallel.kernels import (
+    combine_rows,
+    grouped_gemm_in,
+    grouped_gemm_out,
+    half_offset,
+    step_increments,
+    sum_ranks,
+    wait_for_rows,
+)
 from weft.ops.moe.expert_parallel.low_latency_kernels import low_latency_gemm, routes_of_expert
 from weft.ops.moe.expert_parallel.place_rows_kernels import mask_rows, place_rows
 from weft.ops.moe.routing.capacity_kernels import limit_experts
@@ -343,6 +351,10 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
+# Half of a tile has a block of gate and one of up columns, and most tiles are computed by halves.
+WIDE_DISPATCHED = changed(SMALL_DISPATCHED, block_n=64, per_sm=2)
+
+
 def moe(*streams: str, plan: Plan = SMALL_DISPATCHED, experts: int = 4, k: int = 2) -> Main:
     """Cycle through routings of all kinds, with several tiles per expert and several tiles per row."""
 
@@ -564,6 +576,12 @@ CASES = {
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts around a layer": Case(around, 2, kernels=False),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
+    "moe dispatched, halves of tiles": Case(
+        moe("main", plan=WIDE_DISPATCHED),
+        2,
+        kernels=(grouped_gemm_in, grouped_gemm_out),
+        file="expert_parallel/kernels.py",
+    ),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "moe dispatched, many routes": Case(moe("first", "second", experts=16, k=6), 2, kernels=False),
     "MoE in one launch": Case(moe("main", plan=SMALL_MOE), 2),
@@ -693,10 +711,13 @@ EPOCHS |= {
 
 EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", ("calls_of(ch)", "calls_of(ch) - 1"))]
 EPOCHS["moe dispatched"] = [
-    instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * s.ARRIVALS", "(calls_of(ch) - 1) * s.ARRIVALS")),
+    instead(wait_for_rows, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next source step", ("counters + source_step", "counters + (source_step + 1) % W")),
     instead(grouped_gemm_out, "count tiles again with the next source step's", ("tl.zeros_like(increments)", "increments")),
+]  # fmt: skip
+EPOCHS["moe dispatched, halves of tiles"] = [
+    instead(step_increments, "count the first half as the whole tile", ("tl.where(half == 0, 1, whole - 1)", "tl.where(half == 0, whole, 0)")),
 ]  # fmt: skip
 EPOCHS["MoE exchange"] = [
     OLD_WAIT, EPOCHS["moe dispatched"][1],

@@ -156,8 +156,8 @@ def unsupported(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | L
     block = world.backend.scale.interleave
     if layer.activation != "gelu" and plan.tile.block_n not in (2 * block, 4 * block):
         return f"tiles of {plan.tile.block_n} columns do not hold 1 or 2 blocks of {block} gate and up rows"
-    if -(-layer.hidden // plan.tile.block_n) > ROW_OF_TILES.value:
-        return f"H {layer.hidden} is more than {ROW_OF_TILES.value} tiles of {plan.tile.block_n} columns"
+    if -(-layer.hidden // plan.tile.block_n) > ROW_OF_TILES.value // 2:
+        return f"H {layer.hidden} is more than {ROW_OF_TILES.value // 2} tiles of {plan.tile.block_n} columns"
     return None
 
 
@@ -279,6 +279,7 @@ def first_gemm(
         inbox=workspace.inbox.local,
         sources=tables.sources,
         w_desc=w.w13,
+        w_half_desc=w.w13,
         hidden_desc=workspace.hidden,
         preactivation_desc=preactivation,
         bias=w.b13,
@@ -313,6 +314,7 @@ def _first_gemm(
         ACT=act,
         GATE_BLOCK=block,
         FLATTEN=plan.flatten,
+        HALVES=block == 0 or bn == 4 * block,
     )
     return Launch(
         world,
@@ -320,6 +322,7 @@ def _first_gemm(
         state.gemm_programs(world),
         state.gemm(DISPATCH_REGISTERS, (block or bn // 2) + (bn // 2 if preactivation else 0), with_dispatch=True),
         w_desc=Matrix(state.local_experts * n, h, (bn, bk)),
+        w_half_desc=Matrix(state.local_experts * n, h, (bn // 2, bk)),
         hidden_desc=Matrix(state.rows, layer.inner, (bm, block or bn // 2)),
         preactivation_desc=Matrix(state.rows, n, (bm, bn // 2)),
         ch=state.dispatch_flags,
@@ -355,6 +358,7 @@ def grouped_gemm(
     moving: dict[str, Moved] = dict(
         hidden_desc=a,
         w_desc=w,
+        w_half_desc=w,
         y_desc=out,
         bias=bias,
         tiles=tables.tiles,
@@ -366,17 +370,20 @@ def grouped_gemm(
 
 @prepared
 def _grouped_gemm(world: World, state: DispatchedState, k: int, n: int, kn_weight: bool, with_dispatch: bool) -> Launch:
-    plan = state.plan
+    plan, experts = state.plan, state.local_experts
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
+
+    def weights(columns: int) -> Matrix:
+        return Matrix(experts * k, n, (bk, columns)) if kn_weight else Matrix(experts * n, k, (columns, bk))
+
     return Launch(
         world,
         grouped_gemm_out,
         state.gemm_programs(world),
         state.gemm(COMBINE_REGISTERS, bn // 2, with_dispatch),
         hidden_desc=Matrix(state.rows, k, (bm, bk)),
-        w_desc=Matrix(state.local_experts * k, n, (bk, bn))
-        if kn_weight
-        else Matrix(state.local_experts * n, k, (bn, bk)),
+        w_desc=weights(bn),
+        w_half_desc=weights(bn // 2),
         y_desc=Matrix(state.rows, n, (bm, bn // 2)),
         N=n,
         K=k,
@@ -561,8 +568,8 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
         if received is None and call.counted:
             received = call.received(world, operands)
         sent: dict[str, Moved] = dict(x=x, ids=ids, inboxes=space.inbox.addresses, T=x.shape[0])
-        in_moving = dict(in_fixed, w_desc=w13, bias=b13, preactivation_desc=preactivation)
-        out_moving = dict(out_fixed, w_desc=w2, bias=b2)
+        in_moving = dict(in_fixed, w_desc=w13, w_half_desc=w13, bias=b13, preactivation_desc=preactivation)
+        out_moving = dict(out_fixed, w_desc=w2, w_half_desc=w2, bias=b2)
         sum_moving = dict(sum_fixed, ids=ids, shared=shared, out=out, T=out.shape[0], number=world.number)
         world.order(holder, stream)
         moving = sent, in_moving, combined, out_moving, sum_moving

@@ -325,7 +325,7 @@ def second_gemm_tile(operands, memory, hidden_desc, w_desc, y_desc, ch, i, tn, t
     left, right = column_halves(acc, s.BM, s.BN)
     y_desc.store([row, tn * s.BN], left.to(y_desc.dtype))
     y_desc.store([row, tn * s.BN + s.BN // 2], right.to(y_desc.dtype))
-    increments = step_increments(tl.load(tile + 2), tl.load(tile + 3), tn, tiles_n, ch.world)
+    increments = step_increments(tl.load(tile + 2), tl.load(tile + 3), tn, tiles_n, -1, ch.world)
     count_tiles(memory.counters, increments, ch.world)
 
 

@@ -60,7 +60,8 @@ class GatheredSizes(NamedTuple):
 
     ARRIVALS: the number of arrivals at the counter of a source step in each call. OTHER_PROGRAMS: the number of
     programs in a second launch that also advance `epoch`. EVEN_K as in `gathered_tile`; ACT, GATE_BLOCK as in
-    `store_activated`. FLATTEN: whether the loop over tiles is flattened.
+    `store_activated`. FLATTEN: whether the loop over tiles is flattened. HALVES: whether tiles of the last round are
+    split (`whole_tiles`), which requires that half of a tile's columns are whole blocks of gate and up columns.
     """
 
     ARRIVALS: tl.constexpr
@@ -73,6 +74,7 @@ class GatheredSizes(NamedTuple):
     ACT: tl.constexpr
     GATE_BLOCK: tl.constexpr
     FLATTEN: tl.constexpr
+    HALVES: tl.constexpr
 
 
 class RoutedRows(NamedTuple):
@@ -238,20 +240,58 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
     out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
 
 
+@jit
+def store_half_activated(
+    out_desc, acc, row, col, BM: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr
+):  # fmt: skip
+    """Store the activation of half a tile, acc [BM, HALF], as `store_activated` stores a whole one. For a gated
+    activation the half is one block of gate columns and one of up columns."""
+    if ACT == GELU:
+        out_desc.store([row, col], gelu(acc).to(out_desc.dtype))
+    else:
+        gate, up = column_halves(acc, BM, HALF)
+        out_desc.store([row, col // 2], gated(gate, up, ACT).to(out_desc.dtype))
+
+
+@jit
+def whole_tiles(tiles, P):
+    """Return how many of the tiles P programs compute as a whole: all of them, or, if the tiles of the last round are
+    at most half as many as the programs, all but these. Two programs each compute one half of the columns of each
+    remaining tile.
+
+    For 512 tokens on each of 4 ranks most GEMMs have 2 to 6 rounds. Half a tile takes 0.6 of the time of a whole one,
+    and its elements have the same bits.
+    """
+    last_round = tiles % P
+    return tl.where(2 * last_round <= P, tiles - last_round, tiles)
+
+
+@jit
+def wait_for_rows(ch, me, waited_step, last_step, tile, ARRIVALS: tl.constexpr):
+    """Wait for the rows of a tile, of the source steps after `waited_step` up to `last_step`. ARRIVALS: as in
+    `GatheredSizes`."""
+    for source_step in tl.static_range(ch.world):
+        if (source_step > waited_step) & (source_step <= last_step):
+            source = (me - source_step + ch.world) % ch.world
+            wait_until(ch.counters + source_step, calls_of(ch) * ARRIVALS, ch.guard, tile, source, "sys")
+
+
 # This kernel needs no guarded loads, because a tile waits before its own K loop, as in `all_gather_gemm`. Guarded loads
 # would make ptxas spill 16 bytes for GELU at 1,032 x 520, because concurrent kernels limit the number of registers
 # (sm_90a, Triton 3.6).
 @jit(guard_loads=False)
 def grouped_gemm_in(
-    inbox, sources, w_desc, hidden_desc, preactivation_desc, bias, tiles, tile_count, ch, epoch, half_size, N, K, s
+    inbox, sources, w_desc, w_half_desc, hidden_desc, preactivation_desc, bias, tiles, tile_count, ch, epoch, half_size,
+    N, K, s,
 ):  # fmt: skip
     """Compute hidden_desc [rows, I] = the activation of (rows of the inbox @ w_desc + bias), tile by tile as the rows
     arrive.
 
-    inbox [.., K]; sources int32 [rows]: the inbox row of each row, or -1. w_desc is [experts N, K]. hidden_desc: as in
-    `store_activated`. preactivation_desc [rows, N] in blocks [BM, BN / 2]: the input of the activation, or None. bias
-    is [experts, N] or None. tiles is int32 [.., 4], and tile_count int32 [1]. epoch, half_size: as in `half_offset`;
-    the last program of this launch and of the OTHER_PROGRAMS programs advances the epoch. s: `GatheredSizes`.
+    inbox [.., K]; sources int32 [rows]: the inbox row of each row, or -1. w_desc is [experts N, K]; w_half_desc is the
+    same in blocks of half as many rows. hidden_desc: as in `store_activated`. preactivation_desc [rows, N] in blocks
+    [BM, BN / 2]: the input of the activation, or None. bias is [experts, N] or None. tiles is int32 [.., 4], and
+    tile_count int32 [1]. epoch, half_size: as in `half_offset`; the last program of this launch and of the
+    OTHER_PROGRAMS programs advances the epoch. s: `GatheredSizes`.
 
     A tile waits for all source steps up to its last one, except for the steps for which the program's previous tile has
     waited. Rows are stored and loaded by ordinary instructions, so no proxy fence is needed for them. No kernel writes
@@ -263,15 +303,12 @@ def grouped_gemm_in(
     tiles_n = tl.cdiv(N, s.BN)
     me = rank_of(ch)
     inbox += half_offset(epoch, half_size)
-    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, P, flatten=s.FLATTEN):
+    whole = whole_tiles(tiles_m * tiles_n, P) if s.HALVES else tiles_m * tiles_n
+    for t in tl.range(tl.program_id(0), whole, P, flatten=s.FLATTEN):
         i, tn = grouped_tile(t, tiles_m, tiles_n, s.GROUP_M)
         previous_tile, _ = grouped_tile(tl.maximum(t - P, 0), tiles_m, tiles_n, s.GROUP_M)
         waited_step = tl.load(tiles + 4 * previous_tile + 3, mask=t >= P, other=-1)
-        last_step = tl.load(tiles + 4 * i + 3)
-        for source_step in tl.static_range(ch.world):
-            if (source_step > waited_step) & (source_step <= last_step):
-                source = (me - source_step + ch.world) % ch.world
-                wait_until(ch.counters + source_step, calls_of(ch) * s.ARRIVALS, ch.guard, i, source, "sys")
+        wait_for_rows(ch, me, waited_step, tl.load(tiles + 4 * i + 3), i, s.ARRIVALS)
         row = tl.load(tiles + 4 * i)
         expert = tl.load(tiles + 4 * i + 1)
         source = tl.load(sources + row + tl.arange(0, s.BM))[:, None]
@@ -281,15 +318,34 @@ def grouped_gemm_in(
         if preactivation_desc is not None:
             store_plain(preactivation_desc, acc, row, tn * s.BN, s.BM, s.BN)
         store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATE_BLOCK)
+    if s.HALVES:
+        half = 2 * whole + tl.program_id(0)
+        # K > 0 is always true; without this test ptxas cannot infer it, and serialises wgmmas.
+        if (half < 2 * tiles_m * tiles_n) & (K > 0):
+            HALF: tl.constexpr = s.BN // 2
+            i, tn = grouped_tile(half // 2, tiles_m, tiles_n, s.GROUP_M)
+            col = tn * s.BN + half % 2 * HALF
+            wait_for_rows(ch, me, -1, tl.load(tiles + 4 * i + 3), i, s.ARRIVALS)
+            row = tl.load(tiles + 4 * i)
+            expert = tl.load(tiles + 4 * i + 1)
+            source = tl.load(sources + row + tl.arange(0, s.BM))[:, None]
+            row_pointers = inbox + source.to(tl.int64) * K
+            first = expert * N + col
+            half_acc = gathered_tile(row_pointers, source >= 0, w_half_desc, first, K, s.BM, HALF, s.BK, s.EVEN_K)
+            half_acc = add_bias(half_acc, bias, expert, col, N, HALF)
+            if preactivation_desc is not None:
+                preactivation_desc.store([row, col], half_acc.to(preactivation_desc.dtype))
+            store_half_activated(hidden_desc, half_acc, row, col, s.BM, HALF, s.ACT)
     end_call(ch, epoch, P + s.OTHER_PROGRAMS)
 
 
 @jit
-def step_increments(first_step, last_step, tn, tiles_n, W: tl.constexpr):
+def step_increments(first_step, last_step, tn, tiles_n, half, W: tl.constexpr):
     """Return int32 by source step: the value that a tile in column tn adds to the counter of each step. The tile has
-    rows of source steps `first_step` to `last_step`."""
+    rows of source steps `first_step` to `last_step`. half: 0 or 1 for half of a tile, -1 for a whole one."""
     source_step = tl.arange(0, triton.next_power_of_2(W))
-    increment = tl.where(tn == tiles_n - 1, ROW_OF_TILES - tiles_n + 1, 1)
+    whole = tl.where(tn == tiles_n - 1, ROW_OF_TILES - 2 * (tiles_n - 1), 2)
+    increment = tl.where(half < 0, whole, tl.where(half == 0, 1, whole - 1))
     return tl.where((source_step >= first_step) & (source_step <= last_step), increment, 0)
 
 
@@ -306,14 +362,15 @@ def count_tiles(counters, increments, W: tl.constexpr):
 
 @jit
 def grouped_gemm_out(
-    hidden_desc, w_desc, y_desc, bias, tiles, tile_count, counters, N, K,
+    hidden_desc, w_desc, w_half_desc, y_desc, bias, tiles, tile_count, counters, N, K,
     W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     KN_WEIGHT: tl.constexpr,
 ):  # fmt: skip
     """Compute y_desc [rows, N] = hidden_desc [rows, K] @ w_desc (+ bias), with the tiles in reverse order. Finished
     tiles are counted by source step.
 
-    w_desc is [experts N, K], or, with KN_WEIGHT, [experts K, N]. y_desc has blocks [BM, BN / 2]. bias, tiles and
+    w_desc is [experts N, K], or, with KN_WEIGHT, [experts K, N]; w_half_desc is the same in blocks of half as many
+    columns of y, for the tiles of a last round (`whole_tiles`). y_desc has blocks [BM, BN / 2]. bias, tiles and
     tile_count are as in `grouped_gemm_in`. counters int32 [W] are local to this GPU, one for each source step: a row of
     tiles adds ROW_OF_TILES to the counter of each of its source steps.
 
@@ -333,7 +390,8 @@ def grouped_gemm_out(
     k_step, row, expert, tn, first_step, last_step = k_steps - 1, 0, 0, 0, 0, 0
     increments = tl.zeros((triton.next_power_of_2(W),), tl.int32)
     acc = tl.zeros((BM, BN), tl.float32)
-    for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), P) * k_steps):
+    whole = whole_tiles(tiles_m * tiles_n, P)
+    for _ in tl.range(0, tl.cdiv(whole - tl.program_id(0), P) * k_steps):
         k_step = tl.where(k_step == k_steps - 1, 0, k_step + 1)
         if k_step == 0:
             t += P
@@ -355,9 +413,31 @@ def grouped_gemm_out(
         if k_step == k_steps - 1:
             acc = add_bias(acc, bias, expert, tn * BN, N, BN)
             store_plain(y_desc, acc, row, tn * BN, BM, BN)
-            increments += step_increments(first_step, last_step, tn, tiles_n, W)
+            increments += step_increments(first_step, last_step, tn, tiles_n, -1, W)
             pending_step = last_step
             acc = tl.zeros((BM, BN), tl.float32)
+    half = 2 * whole + tl.program_id(0)
+    if (half < 2 * tiles_m * tiles_n) & (K > 0):  # K > 0: as in `grouped_gemm_in`
+        HALF: tl.constexpr = BN // 2
+        i, tn = grouped_tile(half // 2, tiles_m, tiles_n, GROUP_M)
+        tile = tiles + 4 * (tiles_m - 1 - i)
+        row = tl.load(tile)
+        expert = tl.load(tile + 1)
+        last_step = tl.load(tile + 3)
+        if (pending_step >= 0) & (pending_step != last_step):
+            count_tiles(counters, increments, W)
+            increments = tl.zeros_like(increments)
+        col = tn * BN + half % 2 * HALF
+        half_acc = tl.zeros((BM, HALF), tl.float32)
+        for k in range(0, K, BK):
+            a = hidden_desc.load([row, k])
+            if KN_WEIGHT:
+                half_acc = tl.dot(a, w_half_desc.load([expert * K + k, col]), half_acc)
+            else:
+                half_acc = tl.dot(a, w_half_desc.load([expert * N + col, k]).T, half_acc)
+        y_desc.store([row, col], add_bias(half_acc, bias, expert, col, N, HALF).to(y_desc.dtype))
+        increments += step_increments(tl.load(tile + 2), last_step, tn, tiles_n, half % 2, W)
+        pending_step = last_step
     if pending_step >= 0:
         count_tiles(counters, increments, W)
 
