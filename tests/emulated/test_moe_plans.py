@@ -104,6 +104,15 @@ def test_activations(way: Way, activation: str) -> None:
         assert right(way, 2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
 
 
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
+def test_halves_of_tiles(activation: str) -> None:
+    """There are more programs than tiles, so two programs share each tile."""
+    plan = changed(SMALL_DISPATCHED, block_n=64, per_sm=3)
+    for dtype, biases, hidden, inner in ((BF, True, 72, 40), (HALF, False, 24, 72)):
+        sizes = dict(hidden=hidden, inner=inner, tokens=(20, 3), plan=plan)
+        assert right(WAYS["dispatched"], 2, activation=activation, biases=biases, dtype=dtype, calls=2, **sizes)
+
+
 @covered("(?:swiglu|gelu)", covering="[gpt_oss]")
 @pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
 def test_biases_the_other_way(activation: str) -> None:

@@ -241,9 +241,7 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
-def store_half_activated(
-    out_desc, acc, row, col, BM: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr
-):  # fmt: skip
+def store_half_activated(out_desc, acc, row, col, BM: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr):
     """Store the activation of half a tile, acc [BM, HALF], as `store_activated` stores a whole one. For a gated
     activation the half is one block of gate columns and one of up columns."""
     if ACT == GELU:
@@ -259,8 +257,8 @@ def whole_tiles(tiles, P):
     at most half as many as the programs, all but these. Two programs each compute one half of the columns of each
     remaining tile.
 
-    For 512 tokens on each of 4 ranks most GEMMs have 2 to 6 rounds. Half a tile takes 0.6 of the time of a whole one,
-    and its elements have the same bits.
+    Elements have the same bits as in whole tiles. With 64 to 512 rows per expert, layers with tiles of 128 x 256 took
+    0% to 13% less time (1 H200, 2026-11).
     """
     last_round = tiles % P
     return tl.where(2 * last_round <= P, tiles - last_round, tiles)
@@ -330,8 +328,8 @@ def grouped_gemm_in(
             expert = tl.load(tiles + 4 * i + 1)
             source = tl.load(sources + row + tl.arange(0, s.BM))[:, None]
             row_pointers = inbox + source.to(tl.int64) * K
-            first = expert * N + col
-            half_acc = gathered_tile(row_pointers, source >= 0, w_half_desc, first, K, s.BM, HALF, s.BK, s.EVEN_K)
+            w_row = expert * N + col
+            half_acc = gathered_tile(row_pointers, source >= 0, w_half_desc, w_row, K, s.BM, HALF, s.BK, s.EVEN_K)
             half_acc = add_bias(half_acc, bias, expert, col, N, HALF)
             if preactivation_desc is not None:
                 preactivation_desc.store([row, col], half_acc.to(preactivation_desc.dtype))
