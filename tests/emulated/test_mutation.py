@@ -579,7 +579,7 @@ CASES = {
     "moe dispatched, halves of tiles": Case(
         moe("main", plan=WIDE_DISPATCHED),
         2,
-        kernels=(grouped_gemm_in, grouped_gemm_out),
+        kernels=(grouped_gemm_in, grouped_gemm_out, combine_rows),
         file="expert_parallel/kernels.py",
     ),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
@@ -933,6 +933,10 @@ EQUIVALENT = [
         )
         for description in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
+    Equivalent(
+        ("moe dispatched", "experts in parts"), "let wait_until(...) pass one arrival early", "wait_until(",
+        "a whole tile counts twice; half a tile, which counts once, comes last in the case of halves", "combine_rows",
+    ),
     Equivalent(
         ("MoE in one launch", "moe dispatched", EXCHANGE[0]), "remove flush_stores(...)", "flush_stores(False)",
         "it orders the threads of one program, of which there is one here: each has loaded the words before one of them clears them",
