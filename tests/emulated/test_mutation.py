@@ -576,7 +576,7 @@ CASES = {
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts around a layer": Case(around, 2, kernels=False),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
-    "moe dispatched, halves of tiles": Case(
+    "halves of tiles of experts": Case(
         moe("main", plan=WIDE_DISPATCHED),
         2,
         kernels=(grouped_gemm_in, grouped_gemm_out, combine_rows),
@@ -716,7 +716,7 @@ EPOCHS["moe dispatched"] = [
     instead(combine_rows, "wait for the next source step", ("counters + source_step", "counters + (source_step + 1) % W")),
     instead(grouped_gemm_out, "count tiles again with the next source step's", ("tl.zeros_like(increments)", "increments")),
 ]  # fmt: skip
-EPOCHS["moe dispatched, halves of tiles"] = [
+EPOCHS["halves of tiles of experts"] = [
     instead(step_increments, "count the first half as the whole tile", ("tl.where(half == 0, 1, whole - 1)", "tl.where(half == 0, whole, 0)")),
 ]  # fmt: skip
 EPOCHS["MoE exchange"] = [
