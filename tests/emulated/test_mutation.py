@@ -938,6 +938,10 @@ EQUIVALENT = [
         "a whole tile counts twice; half a tile, which counts once, comes last in the case of halves", "combine_rows",
     ),
     Equivalent(
+        ("MoE in one launch", "MoE in one launch with its router"), "let wait_until(...) pass one arrival early", "wait_until(",
+        "as the entry before: one launch has whole tiles only", "wait_for_step",
+    ),
+    Equivalent(
         ("MoE in one launch", "moe dispatched", EXCHANGE[0]), "remove flush_stores(...)", "flush_stores(False)",
         "it orders the threads of one program, of which there is one here: each has loaded the words before one of them clears them",
         "take_left_out",
