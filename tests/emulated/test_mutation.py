@@ -935,11 +935,11 @@ EQUIVALENT = [
     ],
     Equivalent(
         ("moe dispatched", "experts in parts"), "let wait_until(...) pass one arrival early", "wait_until(",
-        "a whole tile counts twice; half a tile, which counts once, comes last in the case of halves", "combine_rows",
+        "a whole tile counts 2; half a tile counts 1, and the case with halves of tiles catches the mutation", "combine_rows",
     ),
     Equivalent(
         ("MoE in one launch", "MoE in one launch with its router"), "let wait_until(...) pass one arrival early", "wait_until(",
-        "as the entry before: one launch has whole tiles only", "wait_for_step",
+        "a whole tile counts 2, and one launch has whole tiles only", "wait_for_step",
     ),
     Equivalent(
         ("MoE in one launch", "moe dispatched", EXCHANGE[0]), "remove flush_stores(...)", "flush_stores(False)",
