@@ -49,10 +49,10 @@ from weft.lang.intrinsics import wait_until
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
-from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, compute_tiles, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
-from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
+from weft.ops.matmul_reduce.kernels import compute_half, gemm_reduce, sum_tiles
 from weft.ops.moe.expert_parallel.backward_kernels import take_gradients
 from weft.ops.moe.expert_parallel.fused_kernels import (
     grid_barrier,
@@ -537,6 +537,10 @@ CASES = {
     f"{AG} fused, split": Case(gathering(replace(SMALL_GATHER, split=2), ((16, 16), 32, 128)), 2),
     f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
     f"{AG} fused, copied": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128)), 2),
+    f"{AG}, halves of tiles": Case(gathering("fused", ((48, 48), 32, 64)), 2, kernels=(compute_tiles,)),
+    f"{AG}, halves of tiles, copied": Case(
+        gathering(FusedGatherByCopies(tile=SMALL_TILE), ((48, 48), 32, 64)), 2, kernels=(compute_tiles,)
+    ),
     f"{AG} by copies, captured": Case(
         gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
@@ -693,6 +697,14 @@ OLD_WAIT = instead(
     channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals")
 )
 OLD_SUMS = instead(sum_tiles, "sum what the previous call announced", ("calls_of(ch) * W", "(calls_of(ch) - 1) * W"))
+HALF_AS_WHOLE = instead(
+    compute_half,
+    "count half of a tile as the whole tile",
+    (
+        "count_stored(stored + tl.load(runs.positions + tm) * grid.tiles_n + tn, 1)",
+        "count_stored(stored + tl.load(runs.positions + tm) * grid.tiles_n + tn, 2)",
+    ),
+)
 OWN_RUN = instead(
     sum_tiles, "wait for the positions of the own run alone", ("tl.where(i == steps, position_before, i)", "tl.where(i == steps, position_before, tl.where(tm * BM < hi, i, 0))")
 )  # fmt: skip
@@ -700,7 +712,9 @@ EPOCHS = {
     f"{AG} fused": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
     f"{AG} fused, split": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
     f"{AG} fused, uneven": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
-    f"{RS} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS, OWN_RUN],
+    f"{AG}, halves of tiles": [OLD_WAIT],
+    f"{AG}, halves of tiles, copied": [OLD_WAIT],
+    f"{RS} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS, OWN_RUN, HALF_AS_WHOLE],
     f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS],
 }
 EPOCHS |= {
@@ -903,7 +917,8 @@ EQUIVALENT = [
         "the ranks make one call here: see test_second_halves_are_compared", "sum_ranks",
     ),
     Equivalent(
-        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row"), "let wait_until(...) pass one arrival early",
+        (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, 8 bits by row", f"{AG}, halves of tiles"),
+        "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",
         "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "
         "own parts count one by one",

@@ -24,11 +24,24 @@ from tests.emulated.cases_ops import FUSED, KINDS, OPS, SMALL_FUSED, case, share
 from tests.gates import some
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
+from weft.ops.all_gather_matmul import runs as gather_runs
 from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
+from weft.ops.matmul_reduce import runs as reduce_runs
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.plans import Decomposed, FlagGated, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency
-from weft.scale import SMALL_GATHER, SMALL_TILE
+from weft.plans import (
+    Decomposed,
+    FlagGated,
+    Fused,
+    FusedGather,
+    FusedGatherByCopies,
+    GemmTile,
+    OneShot,
+    Plan,
+    Signaled,
+    TwoShotLowLatency,
+)
+from weft.scale import SMALL_ALL_REDUCE, SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_TILE
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
 
@@ -564,6 +577,55 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
         return worst
 
     assert max(emulate(main, 2)) < 5e-3
+
+
+def swiglu_tiles(x: torch.Tensor, w: torch.Tensor, bias: object, *, world: weft.World, plan: Fused) -> torch.Tensor:
+    """Return the gated activation of the gathered product, with two pairs of gate and up blocks in a tile."""
+    return all_gather_swiglu(x, w, 32, world=world, plan=replace(plan, tile=replace(plan.tile, block_n=64)), rows=None)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("fn", "plan", "n"),
+    [
+        (weft.all_gather_matmul, SMALL_GATHER, 32),
+        (weft.all_gather_matmul, SMALL_COPIED, 32),
+        (swiglu_tiles, SMALL_GATHER, 64),
+        (swiglu_tiles, SMALL_COPIED, 64),
+        (weft.matmul_reduce_scatter, SMALL_REDUCE_SCATTER, 96),
+        (weft.matmul_all_reduce, SMALL_ALL_REDUCE, 96),
+    ],
+    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "kind", None),
+)
+def test_halves_of_tiles_give_the_bits_of_whole_tiles(
+    fn: Any, plan: Fused, n: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last round has few tiles, of which two programs each compute one half."""
+
+    def main(world: weft.World) -> tuple[list[torch.Tensor], int]:
+        backend: Any = world.backend
+        launch, halves = backend.launch, []
+
+        def count(kernel: Any, grid: int, args: Any, *options_and_stream: Any) -> None:
+            args = args() if callable(args) else args
+            halves.append(args.get("w_half_desc") is not None)
+            launch(kernel, grid, args, *options_and_stream)
+
+        backend.launch = count
+        gathers = isinstance(plan, FusedGather | FusedGatherByCopies)
+        x, w, bias = draw(world.rank, 48 if gathers else 40, 64), draw(9, n, 64), draw(10, n)
+        w = w.t().contiguous().t() if transposed else w
+        results = [fn(x, w, b, world=world, plan=plan).clone() for b in (None, bias, None)]
+        world.synchronize()
+        return results, sum(halves)
+
+    split = emulate(main, 2)
+    for module in (gather_runs, reduce_runs):
+        monkeypatch.setattr(module, "splits_last_round", lambda tiles, programs: False)
+    for (results, count), (expected, none) in zip(split, emulate(main, 2), strict=True):
+        assert count >= 3 and none == 0
+        assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        assert all(bool(result.isfinite().all()) and result.norm() > 0 for result in results)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -171,6 +171,12 @@ for op in OPS:
         CASES[f"{op} x8 plan {i} one row"] = call(op, plan, 1), 8
 for op in (AG, RS):
     CASES[f"{op} x4 part tiles"] = call(op, FUSED[op], 160), 4
+for i, plan in enumerate((F, FusedGatherByCopies())):  # few tiles in the last round, so that programs compute halves
+    CASES[f"{AG} x2 halves of tiles {i}"] = call(AG, plan, 1024, 2304), 2
+    CASES[f"{AG} x2 halves of tiles {i}, turned"] = call(AG, plan, 1024, 2304, transposed=True), 2
+    CASES[f"{AG} x2 halves of tiles {i}, bias float16"] = call(AG, plan, 1024, 2304, bias=True, dtype=HALF), 2
+    CASES[f"{AG} x8 halves of tiles {i}, odd sizes"] = call(AG, plan, 250, 2312, 520, bias=True), 8
+    CASES[f"{AG} x2 halves of tiles {i}, gated"] = call(AG, plan, 1024, gated=1152), 2
 CASES[f"{AG} x8 uneven bias"] = call(AG, F, uneven=True, bias=True, k=520), 8
 CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
@@ -526,7 +532,7 @@ def private(launch: Launch, k: Compiled) -> list[str]:
     """Return the registers that hold descriptors of the caller's own tensors, which no other rank writes."""
     names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
     registers_of = dict(zip(names, descriptors(k.ptx), strict=True))
-    return [register for name in ("x_desc", "w_desc") for register in registers_of.get(name, ())]
+    return [register for name in ("x_desc", "w_desc", "w_half_desc") for register in registers_of.get(name, ())]
 
 
 def awaited(launch: Launch, k: Compiled) -> Which:
@@ -668,6 +674,7 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
     loops = 2 if launch.kernel.__name__ in GATHERS else 1  # own tiles, then the other ranks' tiles
+    loops += args.get("w_half_desc") is not None  # then halves of tiles
     gather = args["how"].product if launch.kernel is all_gather_gemm else args.get("product")
     promotes = (args["tile"] if gather is None else gather.tile).PROMOTE.value
     planned = loops * (3 if promotes else 2) * launch.options["num_stages"]  # separate loads for x's halves

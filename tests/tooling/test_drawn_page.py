@@ -105,4 +105,4 @@ def test_a_tenth_of_long_calls_take_longer_than_predicted_by_what_rivals_states(
             predicted = predictor.time(op, plan, *mnk) / predictor.time(op, Sequential(), *mnk)
             errors.append(us / methods["sequential"]["us"] / predicted - 1)
     tenth = sorted(errors)[-(len(errors) // 10 + 1) :]
-    assert (len(errors), f"{tenth[0]:.0%}", f"{tenth[-1]:.0%}") == (68, "14%", "23%")
+    assert (len(errors), f"{tenth[0]:.0%}", f"{tenth[-1]:.0%}") == (68, "15%", "23%")

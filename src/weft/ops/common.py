@@ -249,7 +249,8 @@ def tile_of(tile: TileShape, group_m: int, trans_b: bool = False, scaling: Scali
     return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TRANS_B=trans_b)
 
 
-def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> Matrix:
-    """Return the weight's descriptor, with blocks for the tiles of a GEMM."""
-    (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)
+def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False, parts: int = 1) -> Matrix:
+    """Return the weight's descriptor, with blocks for the tiles of a GEMM, or for one of `parts` parts of their
+    columns."""
+    (n, k), (bn, bk) = (call.n, call.k), (tile.block_n // parts, tile.block_k)
     return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))

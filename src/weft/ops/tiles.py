@@ -30,6 +30,12 @@ def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
     return programs < usual < 2 * programs and half <= 3 * programs
 
 
+def splits_last_round(tiles: int, programs: int) -> bool:
+    """Return whether two of a GEMM's programs share each tile of the last round (`compute.gemm.whole_tiles`). Calls
+    without such a round run a kernel without half tiles."""
+    return 0 < 2 * (tiles % programs) <= programs
+
+
 def with_architecture_tiles(plan: P, capability: int) -> P:
     """If the plan has Hopper's 128 x 256 x 64 tiles, return it with tiles that fit the shared memory and registers of a
     GPU of this compute capability. The number of waves stays the same, except for fused plans on GPUs before Hopper. On

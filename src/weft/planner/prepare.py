@@ -11,15 +11,17 @@ from rich.progress import track
 from ..world import World
 from .search import near
 
+TILE_ROWS = 64  # the rows of the smallest tiles of GEMMs
+
 
 def sizes(rows: int, multiple: int, world: int) -> list[int]:
-    """Return multiples of `multiple` up to `rows`, in descending order: the two largest multiples for each plan. If the
-    chunks of the largest multiple are whole blocks, those of the second one may not be, and then a fused gather needs a
-    separately compiled kernel."""
-    by_planned_size: dict[int, list[int]] = {}
+    """Return multiples of `multiple` up to `rows`, in descending order: the two largest multiples for each plan and
+    number of tile rows. If the chunks of the largest multiple are whole blocks, those of the second one may not be, and
+    then a fused gather needs a separately compiled kernel. So does a GEMM whose last round of tiles is split."""
+    alike: dict[tuple[int, int], list[int]] = {}
     for m in range(rows // multiple * multiple, 0, -multiple):
-        by_planned_size.setdefault(near(m, world), []).append(m)
-    return [m for sizes_of_plan in by_planned_size.values() for m in sizes_of_plan[:2]]
+        alike.setdefault((near(m, world), -(-m // TILE_ROWS)), []).append(m)
+    return [m for sizes_alike in alike.values() for m in sizes_alike[:2]]
 
 
 def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = None, world: World) -> None:

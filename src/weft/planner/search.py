@@ -187,7 +187,7 @@ class Planner:
     def rivals(self, op: str, m: int, n: int, k: int, limits: bool = True) -> list[Plan]:
         """Return the fastest plan of each class whose predicted time on the GPU is within UNRANKED of the fastest
         plan's; none if only one class is, or if the profile lacks a measurement. As in `_nearest`, the plans are those
-        of `near(m)`, since a search takes milliseconds. Of 68 drawn calls of more than 150 us, a tenth took 14% to 23%
+        of `near(m)`, since a search takes milliseconds. Of 68 drawn calls of more than 150 us, a tenth took 15% to 23%
         longer than predicted, relative to sequential calls, and without a trial two were 7% and 9% slower than the best
         library (4 H200, 2026-11)."""
         world, planned_m = self.predictor.world, near(m, self.predictor.world)

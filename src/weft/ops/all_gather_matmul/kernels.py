@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ...compute.gemm import Tile, grouped_tile
+from ...compute.gemm import Tile, gemm_tile, grouped_tile, store_half_tile, whole_tiles
 from ...compute.scaled_gemm import BLOCK, BY_BLOCK, BY_TENSOR, TileScales, product_tile, tile_scales
 from ...lang.channel import address_of, calls_of, counters_of, end_call, rank_of
 from ...lang.descriptors import tiles_of
@@ -242,13 +242,15 @@ def pull_chunks(flat_desc, arena, base, own_half, all_scales, ch, offsets, ready
 
 
 @jit
-def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, row, rows_n, M, N, K, product):
+def compute_tiles(x_desc, a_desc, w_descs, out_desc, bias, scales, gathered, ch, pid, row, rows_n, M, N, K, product):
     """Compute the tiles of one GEMM program. The row tiles that contain only this rank's rows read x directly and wait
     for nothing. The other tiles follow, beginning with the nearest peer's rows; each tile waits until its rows have
     arrived. The last of them contains the rows before this rank's rows, which arrive last. This rank's shard has rows_n
     rows and begins at row `row`. `gathered` contains the row of a_desc that holds row 0 of the gathered activation, the
-    address of the rows' scales, and the stride of these scales."""
+    address of the rows' scales, and the stride of these scales. w_descs are w_desc and w_half_desc. If
+    w_half_desc is not None, no own tile is in the last round."""
     first_row, all_scales, stride = gathered
+    w_desc, w_half_desc = w_descs
     BM: tl.constexpr = product.tile.BM
     BN: tl.constexpr = product.tile.BN
     GROUP_M: tl.constexpr = product.tile.GROUP_M
@@ -270,7 +272,10 @@ def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, 
         )
     own_rounds = tl.cdiv(max(own_tiles * tiles_n - pid, 0), GEMM_PROGRAMS)
     start = pid + own_rounds * GEMM_PROGRAMS - own_tiles * tiles_n
-    for t in tl.range(start, (tiles_m - own_tiles) * tiles_n, GEMM_PROGRAMS, flatten=FLATTEN):
+    whole = tiles_m * tiles_n
+    if w_half_desc is not None:
+        whole = whole_tiles(tiles_m * tiles_n, GEMM_PROGRAMS)
+    for t in tl.range(start, whole - own_tiles * tiles_n, GEMM_PROGRAMS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, tiles_m - own_tiles, tiles_n, GROUP_M)
         tm = (tm + first_own + own_tiles) % tiles_m
         consumer_tile_wait(ch, tm, "gpu")
@@ -280,23 +285,40 @@ def compute_tiles(x_desc, a_desc, w_desc, out_desc, bias, scales, gathered, ch, 
             scales_of_tile = TileScales(begin, scales.w, M - tm * BM, stride, 1)
         a_row = first_row + tm * BM
         product_tile(a_desc, w_desc, out_desc, bias, scales_of_tile, a_row, tm * BM, tn * BN, N, K, product.tile, GATED)
+    if w_half_desc is not None:
+        half = 2 * whole + pid
+        w_half_desc = tiles_of(w_half_desc)
+        # K > 0 is always true; without this test ptxas cannot infer it, and serialises wgmmas.
+        if (half < 2 * tiles_m * tiles_n) & (K > 0):
+            tm, tn = grouped_tile(half // 2 - own_tiles * tiles_n, tiles_m - own_tiles, tiles_n, GROUP_M)
+            tm = (tm + first_own + own_tiles) % tiles_m
+            col = tn * BN + half % 2 * (BN // 2)
+            consumer_tile_wait(ch, tm, "gpu")
+            acc = gemm_tile(
+                a_desc, w_half_desc, first_row + tm * BM, col, K, BM, BN // 2, product.tile.BK, product.tile.TRANS_B
+            )
+            store_half_tile(out_desc, acc, bias, tm * BM, col, N, BM, BN // 2, GATED)
 
 
 # This kernel and `copied_gemm` need no guarded loads, because a tile waits before its own K loop. Its loads stay after
 # the wait whether or not the tile loop is flattened. Guarded loads would add 1 to 3 instructions to a loop of 435 to
 # 551 (bf16), and 4 to 9 to a loop of 818 to 1,006 (8 bits by row), in the SASS of Triton 3.6 for sm_90a (2026-11).
 @jit(do_not_specialize=("M",), guard_loads=False)
-def all_gather_gemm(x, x_desc, arena_desc, flat_desc, w_desc, out_desc, bias, scales, arena, offsets, ch, M, N, K, how):
+def all_gather_gemm(
+    x, x_desc, arena_desc, flat_desc, w_desc, w_half_desc, out_desc, bias, scales, arena, offsets, ch, M, N, K, how
+):
     """Compute out_desc [M, N] = all_gather(x) [M, K] @ w_desc [N, K]^T + bias [N] (or None).
 
     x [m_r, K] is this rank's shard, and x_desc is its descriptor. offsets, int32 [world + 1], contains the first row of
     each rank's shard. A half of the arena (`transport.memory.Halves`) holds the gathered [M, K]. arena_desc describes
     this rank's arena as [.., K], and flat_desc the arenas of all ranks as [granule, row, COLS] in [1, ROWS, COLS]
-    blocks. With TRANS_B, w_desc is [K, N], and with GATED, out_desc is [M, about N / 2] (see `store_tile`). scales is
-    None, or the `Scales` of 8-bit operands, which contain the scales of this rank's rows of x. Scales by row and by
-    block are gathered too, and are stored after the rows. how is a `Gathering`. The channel has a counter for each row
-    tile, then `ready`, on which a rank notifies its peers."""
+    blocks. With TRANS_B, w_desc is [K, N], and with GATED, out_desc is [M, about N / 2] (see `store_tile`). w_half_desc
+    describes the same as w_desc in blocks of half as many columns of the result, if halves of tiles are computed in the
+    last round (`whole_tiles`), and is otherwise None. scales is None, or the `Scales` of 8-bit operands, which contain
+    the scales of this rank's rows of x. Scales by row and by block are gathered too, and are stored after the rows. how
+    is a `Gathering`. The channel has a counter for each row tile, then `ready`, on which a rank notifies its peers."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
+    w_descs = w_desc, w_half_desc
     arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     PULL_PROGRAMS: tl.constexpr = how.pull.PULL_PROGRAMS
     PROGRAMS: tl.constexpr = PULL_PROGRAMS + how.product.GEMM_PROGRAMS
@@ -330,14 +352,14 @@ def all_gather_gemm(x, x_desc, arena_desc, flat_desc, w_desc, out_desc, bias, sc
         elif how.product.tile.SCALED:
             gathered = first_row, scales.x, 0
         compute_tiles(
-            x_desc, arena_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, row, rows_n, M, N, K, how.product
+            x_desc, arena_desc, w_descs, out_desc, bias, scales, gathered, ch, pid, row, rows_n, M, N, K, how.product
         )
     end_call(ch, arena.epoch, PROGRAMS)
 
 
 @jit(do_not_specialize=("M",), guard_loads=False)
 def copied_gemm(
-    x_desc, gathered_desc, w_desc, out_desc, bias, scales, all_scales, epoch, ch, offsets, M, N, K, product
+    x_desc, gathered_desc, w_desc, w_half_desc, out_desc, bias, scales, all_scales, epoch, ch, offsets, M, N, K, product
 ):
     """Compute the GEMM of `all_gather_gemm`. The kernel reads the tiles of this rank's rows from x_desc [m_r, K], and
     the other tiles from gathered_desc [M, K], which a copy engine fills. The copy engine sets channel r after it has
@@ -345,7 +367,7 @@ def copied_gemm(
     This rank's rows are complete when the kernel starts. all_scales is None, or the scales of all rows, which are
     copied like the rows. For a scale by tensor, all_scales is scales.x."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
-    gathered_desc = tiles_of(gathered_desc)
+    gathered_desc, w_descs = tiles_of(gathered_desc), (w_desc, w_half_desc)
     me = rank_of(ch)
     pid = tl.program_id(0)
     row = tl.load(offsets + me)
@@ -356,6 +378,6 @@ def copied_gemm(
     elif product.tile.SCALED:
         gathered = 0, all_scales, 0
     compute_tiles(
-        x_desc, gathered_desc, w_desc, out_desc, bias, scales, gathered, ch, pid, row, rows_n, M, N, K, product
+        x_desc, gathered_desc, w_descs, out_desc, bias, scales, gathered, ch, pid, row, rows_n, M, N, K, product
     )
     end_call(ch, epoch, product.GEMM_PROGRAMS)

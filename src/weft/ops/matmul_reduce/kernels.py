@@ -3,6 +3,8 @@
     GEMM programs      compute a persistent GEMM whose tile order interleaves the owners: all ranks compute the tiles at
                        one position of every owner's run (`Runs`) at about the same time. A program stores a tile in
                        this rank's half of the arena, and counts it a few K steps into its next tile (compute/gemm.py).
+                       If two programs share the tiles of the last round (`whole_tiles`), a whole tile counts twice and
+                       half of a tile once.
     forward programs   notify all ranks when the tiles of one column at one position of every run have been stored.
                        GEMM programs release their stores only to this GPU, because a release to the peers would wait
                        for busy links.
@@ -49,7 +51,7 @@ from typing import NamedTuple
 import torch
 import triton.language as tl
 
-from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand
+from ...compute.gemm import FLUSHED, column_halves, grouped_tile, second_operand, whole_tiles
 from ...compute.scaled_gemm import add_step, row_scales, rows_below, scale_half, tile_scales, weight_scale
 from ...lang.channel import address_of, calls_of, end_call, rank_of, select, take_ticket
 from ...lang.descriptors import tiles_of
@@ -211,14 +213,14 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, runs, grid, tile, 
 
 
 @jit
-def forward_tiles(ch, owners, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr):
+def forward_tiles(ch, owners, grid, pid, FORWARD_PROGRAMS: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr):
     """Notify every owner that the tiles of one column at one position of all runs are complete, after this rank's GEMM
-    programs have stored them."""
+    programs have stored them and counted each of them COUNT times."""
     tiles = grid.steps * grid.tiles_n
     for i in range(pid, tiles, FORWARD_PROGRAMS):
         step, tn = grouped_tile(i, grid.steps, grid.tiles_n, GROUP)
         channel = step * grid.tiles_n + tn
-        channel_wait(ch, 2 * tiles + channel, tl.load(owners + 1 + step), channel, rank_of(ch), "gpu")
+        channel_wait(ch, 2 * tiles + channel, COUNT * tl.load(owners + 1 + step), channel, rank_of(ch), "gpu")
         channel_broadcast(ch, channel, False)
 
 
@@ -251,19 +253,62 @@ def store_partial(arena_desc, acc, scales, granule, flat_row, col, N, tile):
 
 
 @jit
+def count_stored(counter, count):
+    """Count a tile, after this program's stores, for the forward programs of this GPU."""
+    flush_stores(True)
+    tl.atomic_add(counter, count, sem="release", scope="gpu")
+
+
+@jit
+def compute_half(x_desc, w_half_desc, arena_desc, place, whole, stored_tile, runs, grid, K, tile):
+    """Compute this program's half of one of the tiles after the first `whole` ones, if there is such a tile, store it
+    in the arena in the same way as `store_partial`, and count it. `place` contains the granule of this rank's arena,
+    row 0 of its half, the counters of stored tiles, and the number of tile rows. stored_tile is a whole tile that the
+    program has stored and not counted, or -1. The function counts this tile FLUSHED K steps into the half, and returns
+    the tile that is still not counted."""
+    granule, first_row, stored, tiles_m = place
+    w_half_desc = tiles_of(w_half_desc)
+    BM: tl.constexpr = tile.BM
+    COLS: tl.constexpr = tile.BN // 2
+    steps = tl.cdiv(K, tile.BK)
+    half = 2 * whole + tl.program_id(0)
+    # K > 0 is always true; without this test ptxas cannot infer it, and serialises wgmmas.
+    if (half < 2 * tiles_m * grid.tiles_n) & (K > 0):
+        i, tn = grouped_tile(half // 2, tiles_m, grid.tiles_n, tile.GROUP_M)
+        tm = tl.load(runs.order + i)
+        side = half % 2
+        acc = tl.zeros((BM, COLS), tl.float32)
+        for step in range(0, steps):
+            k = step * tile.BK
+            b = second_operand(w_half_desc, (2 * tn + side) * COLS, k, tile.TRANS_B)
+            acc = tl.dot(x_desc.load([tm * BM, k]), b, acc)
+            if (step == min(FLUSHED, steps - 1)) & (stored_tile >= 0):
+                count_stored(stored + stored_tile, 2)
+            if step == steps - 1:  # stored after the loop, ptxas would serialise wgmmas of Triton 3.9
+                flat_row = first_row + ((tm * grid.tiles_n + tn) * 2 + side) * BM
+                arena_desc.store([granule, flat_row, 0], tl.reshape(acc.to(arena_desc.dtype), (1, BM, COLS)))
+                acc = tl.zeros((BM, COLS), tl.float32)
+        count_stored(stored + tl.load(runs.positions + tm) * grid.tiles_n + tn, 1)
+        stored_tile = -1
+    return stored_tile
+
+
+@jit
 def gemm_reduce(
-    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, runs, N, K, tile, how,
+    x_desc, w_desc, w_half_desc, arena_desc, flat_desc, arena, out, bias, scales, ch, runs, N, K, tile, how,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Compute out = the sum over ranks of x_desc [M, K] @ w_desc [N, K]^T, + bias [N] (or None). `out` contains this
     rank's rows [m_r, N], or, with ALL, all rows [M, N]. The launch with COMPUTE consists of the GEMM programs, and the
     launch without COMPUTE of the forward and pull programs.
 
-    With TRANS_B, w_desc is [K, N]. A half of the arena (`transport.memory.Halves`) contains all tiles of [M, N]. Each
-    tile is stored as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with
-    PROMOTE half the rows, as in x_desc) and flat_desc (blocks [1, R, BN / 2]) describe the arenas of all ranks as
-    [granule, row, BN / 2]. scales are the `Scales` of 8-bit operands, or None; they are applied before tiles are
-    stored. runs are the `Runs` of the tile rows. GROUP_M is a multiple of the world size. how is a `Sums`.
+    With TRANS_B, w_desc is [K, N]. w_half_desc describes the same in blocks of half as many columns of the result, if
+    halves of tiles are computed in the last round (`whole_tiles`), and is otherwise None. A half of the arena
+    (`transport.memory.Halves`) contains all tiles of [M, N]. Each tile is stored as its left and its right half,
+    [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]; with PROMOTE half the rows, as in x_desc) and flat_desc (blocks
+    [1, R, BN / 2]) describe the arenas of all ranks as [granule, row, BN / 2]. scales are the `Scales` of 8-bit
+    operands, or None; they are applied before tiles are stored. runs are the `Runs` of the tile rows. GROUP_M is a
+    multiple of the world size. how is a `Sums`.
 
     For each position in a run and each tile column there are counters for the tiles at this position, for their sums,
     and for the tiles that this rank has stored. Only this rank's programs increment the last group of counters."""
@@ -273,15 +318,15 @@ def gemm_reduce(
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK
-    COLS: tl.constexpr = BN // 2
     GEMM_PROGRAMS: tl.constexpr = how.GEMM_PROGRAMS
+    COUNT: tl.constexpr = 1 if w_half_desc is None else 2  # how often a whole tile is counted
     pid = tl.program_id(0)
     # Rows are whole 16-byte words. Without this hint the compiler generates narrow stores and spills registers.
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
     grid = Grid(tl.load(runs.owners), tiles_n, N)
-    first_row = (tl.load(arena.epoch) & 1) * (arena.half // COLS).to(tl.int32)
+    first_row = (tl.load(arena.epoch) & 1) * (arena.half // (BN // 2)).to(tl.int32)
     if COMPUTE:
         granule = tl.load(arena.granules + me)
         rows = tl.load(runs.offsets + W)
@@ -289,6 +334,7 @@ def gemm_reduce(
         stored = ch.counters + 2 * grid.steps * tiles_n
         steps = tl.cdiv(K, BK)
         flush_step = min(FLUSHED, steps - 1)
+        whole = tiles_m * tiles_n if w_half_desc is None else whole_tiles(tiles_m * tiles_n, GEMM_PROGRAMS)
         t = pid - GEMM_PROGRAMS
         step, row, col, flat_row, channel, stored_tile = steps - 1, 0, 0, 0, 0, -1
         acc, upper, lower = zero_accumulators(tile)
@@ -296,7 +342,7 @@ def gemm_reduce(
         # output, and no table of groups is read. Compiled in this way for sm_90a, this kernel used 173 registers
         # instead of 165 and 1,112 instructions instead of 1,072 (8 ranks: 181 instead of 175, 1,160 instead of 1,128).
         # Neither version spilled, but the shared loop had 6 more compile-time branches. So there are two loops.
-        for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - pid, GEMM_PROGRAMS) * steps):
+        for _ in tl.range(0, tl.cdiv(whole - pid, GEMM_PROGRAMS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 t += GEMM_PROGRAMS
@@ -317,8 +363,7 @@ def gemm_reduce(
             else:
                 acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TRANS_B), acc)
             if (step == flush_step) & (stored_tile >= 0):
-                flush_stores(True)
-                tl.atomic_add(stored + stored_tile, 1, sem="release", scope="gpu")
+                count_stored(stored + stored_tile, COUNT)
                 stored_tile = -1
             if step == steps - 1:
                 scales_of_tile = None
@@ -332,11 +377,13 @@ def gemm_reduce(
                     store_partial(arena_desc, acc, scales_of_tile, granule, flat_row, col, N, tile)
                 stored_tile = channel
                 acc, upper, lower = zero_accumulators(tile)
+        if w_half_desc is not None:
+            place = granule, first_row, stored, tiles_m
+            stored_tile = compute_half(x_desc, w_half_desc, arena_desc, place, whole, stored_tile, runs, grid, K, tile)
         if stored_tile >= 0:
-            flush_stores(True)
-            tl.atomic_add(stored + stored_tile, 1, sem="release", scope="gpu")
+            count_stored(stored + stored_tile, COUNT)
     else:
         if pid < how.FORWARD_PROGRAMS:
-            forward_tiles(ch, runs.owners, grid, pid, how.FORWARD_PROGRAMS, tile.GROUP_M // W)
+            forward_tiles(ch, runs.owners, grid, pid, how.FORWARD_PROGRAMS, tile.GROUP_M // W, COUNT)
         sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, runs, grid, tile, how)
     end_call(ch, arena.epoch, how.FORWARD_PROGRAMS + how.PULL_PROGRAMS + GEMM_PROGRAMS)

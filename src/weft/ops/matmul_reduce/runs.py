@@ -42,6 +42,7 @@ from ..all_reduce.runs import all_reduce_low_latency
 from ..common import tile_of, weight_matrix
 from ..product import linear
 from ..recipes import ScaledFactors, block_rows, scales_of, scales_of_part
+from ..tiles import splits_last_round
 from .call import ReduceCall
 from .kernels import Runs, Sums, gemm_reduce
 
@@ -145,7 +146,8 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
     tiles = -(-call.m // tile.block_m) * -(-call.n // tile.block_n)
     arena = world.arena(tiles * tile.block_m * tile.block_n * call.dtype.itemsize)
     side = world.side_stream("pull")
-    launches = made_once(_fused_launches, world, call, plan, arena)
+    halves = call.scaling is None and splits_last_round(tiles, world.sm_count)
+    launches = made_once(_fused_launches, world, call, plan, arena, halves)
 
     def run(operands: ScaledFactors, out: torch.Tensor) -> None:
         (x, weight, bias, *_), stream = operands, world.current_stream()
@@ -153,6 +155,8 @@ def prepare_fused(world: World, call: ReduceCall, plan: FusedReduce) -> Run:
         pull, gemm, ahead = launches(not weight.is_contiguous())
         moving: dict[str, Moved] = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
         moving["scales"] = scales_of(operands) if call.scaling else None
+        if halves:
+            moving["w_half_desc"] = weight
         ahead((out, bias), lambda: (BoundLaunch(pull, moving), BoundLaunch(gemm, moving)))
         world.wait_event(side, world.record(stream))
         pull(side, **moving)
@@ -184,9 +188,10 @@ def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[B
 
 
 def _fused_launches(
-    world: World, call: ReduceCall, plan: FusedReduce, arena: Arena, trans_b: bool
+    world: World, call: ReduceCall, plan: FusedReduce, arena: Arena, halves: bool, trans_b: bool
 ) -> tuple[Launch, Launch, Ahead]:
-    """Return the launch that forwards and pulls, the GEMM's launch, and an object that loads both."""
+    """Return the launch that forwards and pulls, the GEMM's launch, and an object that loads both. halves: whether two
+    programs share each tile of the GEMM's last round."""
     size, tile = world.size, plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     block = min(plan.pull_rows, bm)
@@ -200,6 +205,7 @@ def _fused_launches(
     fixed: dict[str, object] = dict(
         x_desc=Matrix(call.m, call.k, (block_rows(tile, call.scaling), bk)),
         w_desc=weight_matrix(call, tile, trans_b),
+        w_half_desc=weight_matrix(call, tile, trans_b, parts=2) if halves else None,
         arena=Halves.from_arena(arena, granules, arena.half // call.dtype.itemsize),
         arena_desc=view.descriptor(call.dtype, block_rows(tile, call.scaling), bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
