@@ -33,6 +33,7 @@ from weft.cost.queues import Step, Work, side_by_side
 from weft.cost.signaled import SIGNAL_COST, Moving, Signaling, groupings
 from weft.errors import WeftError
 from weft.op import REGISTRY
+from weft.ops.tiles import with_split_round
 from weft.planner import auto as weft_auto
 from weft.planner import profile, search, table
 from weft.planner.curves import Curve, Smooth
@@ -553,9 +554,8 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else slows down the pull programs
     for columns in (17, 32):  # a row of tiles for each of 8 ranks: 136 tiles, 4 in a second wave; 256 tiles, 124 in it
         tiles, n = 8 * columns, plan.tile.block_n * columns
-        after = fused_us(p, "matmul_reduce_scatter", plan, (1024, n, k), pull) - p.tiles(
-            Occupancy(plan.tile), p.sms, tiles, 1024, n, k
-        )
+        gemm = with_split_round(p.tiles(Occupancy(plan.tile), p.sms, tiles, 1024, n, k), tiles, p.sms)
+        after = fused_us(p, "matmul_reduce_scatter", plan, (1024, n, k), pull) - gemm
         assert after == pytest.approx(7 * 128 * n * 2 * (tiles - p.sms) / tiles / (drain * 1e3), rel=1e-6)
 
 
@@ -680,7 +680,7 @@ def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
 def test_fused_plans_take_the_time_of_their_tiles() -> None:
     """Tiles span shards. So 4,224 rows are 33 tiles although each of 4 shards has 8.25, and take a time between those
     of 32 and of 36 tiles. On 132 SMs, 18 x 21 tiles are 3 waves, although shards of 4.5 tiles, each tiled separately,
-    would be 4 waves, as 20 x 21 tiles are."""
+    would be 4 waves, as 20 x 21 tiles are, of which the last is split into halves."""
     known = profile.shipped("nvidia-h200-x4")
     assert known is not None
     p = Predictor(known)
@@ -688,7 +688,7 @@ def test_fused_plans_take_the_time_of_their_tiles() -> None:
         us = [p.time("all_gather_matmul", plan, m, 14336, 8192) for m in (4096, 4224, 4608)]
         assert us == sorted(set(us)), (plan, us)
     part, whole = (p.time("matmul_reduce_scatter", FusedReduceScatter(), m, 5376, 5376) for m in (2304, 2560))
-    assert part < 0.85 * whole
+    assert part < 0.88 * whole
 
 
 def operations(predictor: Predictor, op: str, plan: Plan) -> int:

@@ -4,8 +4,11 @@ GPUs; the plans that follow the rule are tested too."""
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,14 @@ import weft
 from tests.emulated.cases import changed
 from tests.emulated.cases_ops import FUSED
 from weft.op import REGISTRY
-from weft.ops.tiles import half_tile_is_faster, with_shape_tiles
+from weft.ops.all_gather_matmul.runs import halves_while_gathering
+from weft.ops.tiles import (
+    SAVED_BY_HALVES,
+    half_tile_is_faster,
+    splits_last_round,
+    with_shape_tiles,
+    with_split_round,
+)
 from weft.plans import (
     Decomposed,
     Fused,
@@ -28,6 +38,7 @@ from weft.plans import (
     Sequential,
     Signaled,
 )
+from weft.scale import Scale
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
 SMS = 132
@@ -63,6 +74,44 @@ def test_whole_ops_lose_little_by_the_rule() -> None:
     assert len(lost) == 42
     assert max(lost) < 1.04, "two runs of one call differ by as much"
     assert max(usual) > 1.1 and max(half) > 1.3, "either tile alone would lose this much"
+
+
+def test_split_last_rounds_take_less_time() -> None:
+    """Whole ops on two GPUs were timed with whole tiles and with halves of tiles in the last round. Where the rule splits
+    the round, ops take as much less time as the comment and the notes say. The rule keeps whole tiles where they are
+    faster."""
+    world: Any = SimpleNamespace(backend=SimpleNamespace(scale=Scale()))
+    plans: dict[str, Any] = dict(FusedGather=FusedGather(), FusedGatherByCopies=FusedGatherByCopies())
+    less: dict[str, list[int]] = {"many": [], "less than one": [], "whole": []}
+    saved: list[float] = []
+    for r in rows("nvidia-h200-x2/experiments/last-round.jsonl"):
+        call: Any = SimpleNamespace(scaling=None, n=r["N"], rows=r["M"], shards=(r["M"] // 2,) * 2)
+        splits = splits_last_round(r["tiles"], r["programs"])
+        if r["plan"] in plans:
+            splits = halves_while_gathering(world, call, plans[r["plan"]], 0, r["programs"])
+        rounds = "less than one" if r["tiles"] < r["programs"] else "many"
+        whole, halves = (statistics.mean(us) for us in r["us"].values())
+        less[rounds if splits else "whole"].append(round(100 * (1 - halves / whole)))
+        if splits and rounds == "many":
+            saved.append((1 - halves / whole) * -(-r["tiles"] // r["programs"]))
+            assert with_split_round(whole, r["tiles"], r["programs"]) == pytest.approx(halves, rel=0.06)
+    assert (round(min(saved), 2), round(statistics.mean(saved), 1), round(max(saved), 2)) == (
+        0.08,
+        SAVED_BY_HALVES,
+        0.32,
+    )
+    assert len(less["many"]) == 23 and len(less["less than one"]) == 4
+    ranges = [f"{min(less[rounds])}% to {max(less[rounds])}%" for rounds in ("many", "less than one")]
+    comment, notes = (
+        " ".join((RESULTS.parents[1] / file).read_text().split())
+        for file in ("src/weft/compute/gemm.py", "docs/design-notes.md")
+    )
+    assert f"Fused ops with 2 to 6 rounds took {ranges[0]} less time (2 H200" in comment
+    assert f"take {ranges[0]} less time, and sums with less than half a wave {ranges[1]} less" in notes
+    assert (
+        f"took {-less['whole'][0]}% more time (2 H200" in str(halves_while_gathering.__doc__)
+        and len(less["whole"]) == 1
+    )
 
 
 def test_waves() -> None:

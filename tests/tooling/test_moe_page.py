@@ -210,8 +210,8 @@ def test_the_notes_on_the_last_round_of_tiles_are_those_of_the_experiments() -> 
         if row["tile"] == "128 x 256" and row["rows_per_expert"] <= 512:
             us.setdefault((row["layer"], row["rows_per_expert"]), {})[row["last_round"]] = min(row["us"])
     less = [round(100 * (1 - t["halves"] / t["whole tiles"])) for t in us.values()]
-    kernels = " ".join((ROOT / "src/weft/ops/moe/expert_parallel/kernels.py").read_text().split())
-    assert f"tiles of 128 x 256 took {min(less)}% to {max(less)}% less time (1 H200" in kernels
+    gemm = " ".join((ROOT / "src/weft/compute/gemm.py").read_text().split())
+    assert f"tiles of 128 x 256 took {min(less)}% to {max(less)}% less time (1 H200" in gemm
     ratios: dict[int, list[float]] = {}
     for row in map(json.loads, (experiments / "moe-tails.jsonl").read_text().splitlines()):
         tails = min(t for tile, t in row["us"].items() if "+" in tile)

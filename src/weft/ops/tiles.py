@@ -21,6 +21,8 @@ from ..world import World
 P = TypeVar("P", bound=Plan)
 SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync: three stages, two of them in flight
 
+SAVED_BY_HALVES = 0.2  # the part of a round's time: 0.08 to 0.32 (fused ops on 2 H200s: tests/planner/test_tiles.py)
+
 
 def half_tile_is_faster(shards: Sequence[int], n: int, programs: int) -> bool:
     """Return whether tiles of 64 rows save half a wave for n columns and shards with these numbers of rows. Each shard
@@ -34,6 +36,14 @@ def splits_last_round(tiles: int, programs: int) -> bool:
     """Return whether two of a GEMM's programs share each tile of the last round (`compute.gemm.whole_tiles`). Calls
     without such a round run a kernel without half tiles."""
     return 0 < 2 * (tiles % programs) <= programs
+
+
+def with_split_round(us: float, tiles: int, programs: int) -> float:
+    """Return the time of a GEMM that splits its last round of tiles where `splits_last_round` says so. `us` is the time
+    with whole tiles. A GEMM of less than one round is left as it is: the bytes of its operands bound it."""
+    if tiles < programs or not splits_last_round(tiles, programs):
+        return us
+    return us * (1 - SAVED_BY_HALVES / -(-tiles // programs))
 
 
 def with_architecture_tiles(plan: P, capability: int) -> P:

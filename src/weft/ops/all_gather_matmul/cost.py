@@ -25,6 +25,7 @@ from ...cost.model import (
 from ...cost.queues import Step, Work, side_by_side
 from ...cost.two_level import OverNodes, TwoLevelCost
 from ...plans import Decomposed, FusedGather, FusedGatherByCopies, OneShot, Plan, Sequential, TwoLevel
+from ..tiles import with_split_round
 
 
 class PullTimes(NamedTuple):
@@ -94,7 +95,7 @@ class GatherTiles(FusedCost[GatherPlan]):
         pulls = self.pulls(p, call, plan, fit)
         tiles = row_tiles * columns
         occupancy = Occupancy(plan.tile, plan.per_sm)
-        gemm = p.tiles(occupancy, programs, tiles, m, n, k) * fit.slow
+        gemm = with_split_round(p.tiles(occupancy, programs, tiles, m, n, k), tiles, programs) * fit.slow
         i = np.arange(row_tiles)
         last = np.minimum((i + 1) * bm, m) - 1
         # The indices are in the order of the pulls, and negative for this rank's shard.

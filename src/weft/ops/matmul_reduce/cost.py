@@ -34,6 +34,7 @@ from ...plans import (
     TwoLevel,
     TwoShotLowLatency,
 )
+from ..tiles import with_split_round
 
 PIECES = 2
 ReducePlan = TypeVar("ReducePlan", bound=FusedReduce)
@@ -101,7 +102,7 @@ class ReducedTiles(FusedCost[ReducePlan]):
         chunks, programs = -(-rows // bm), p.sms  # pull and forward programs share the SMs with the GEMM's programs
         # After the first wave, all tiles except the tiles of the last wave can be pulled during the GEMM.
         tiles = -(-m // bm) * columns  # tiles span shards
-        gemm = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) * fit.slow
+        gemm = with_split_round(p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k), tiles, programs) * fit.slow
         waves = max(1, -(-tiles // programs))
         total = (p.world - 1) * call.moved(chunks * bm) * self.passes
         early = (waves - 1) * programs / tiles
