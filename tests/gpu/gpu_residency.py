@@ -59,7 +59,7 @@ def on_two_streams(world: weft.World, call_a: Call, call_b: Call) -> None:
 
 
 def outcome(world: weft.World, call_a: Call, call_b: Call, rounds: int) -> str:
-    """Return "", or the error of an expired wait."""
+    """Return "", or the error of an expired wait. After such a wait, ranks may also count different calls."""
     world.exchange(None)
     try:
         for _ in range(rounds):
@@ -70,8 +70,8 @@ def outcome(world: weft.World, call_a: Call, call_b: Call, rounds: int) -> str:
             on_two_streams(world, call_a, call_b)
         graph.replay()
         world.synchronize()
-    except weft.Timeout as error:
-        return f"Timeout: {error}"
+    except (weft.Timeout, weft.Mismatch) as error:
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
