@@ -119,6 +119,16 @@ def many_calls(world: weft.World) -> float:
     return again(world, calls, 200, 7)
 
 
+def halves_of_tiles(world: weft.World, op: str, plan: Plan) -> float:
+    """Compute 144 tiles, of which 132 SMs compute the last ones in halves, also with a late rank: repeated calls must
+    give the same bits."""
+    rows, n, k = [2048 // world.size] * world.size, 2304, 264
+    x = draw(world.rank, rows[0] if op == OPS[0] else 2048, k).to(world.device)
+    weight = draw(50 + world.rank, n, k).to(world.device)
+    call = cloned(partial(getattr(weft, op), x, weight=weight, world=world, plan=plan))
+    return max(case(world, op, rows, n, k, plan, calls=2, bias=True), again(world, [call], 50, 5))
+
+
 def norms(world: weft.World) -> float:
     """Draw shapes and plans, with late ranks: the results must agree with torch's, and repeated calls must give the
     same bits."""
@@ -161,6 +171,9 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for op in OPS:
         yield f"{op}, every kind of plan (of 1.5 x sequential's error)", 1.0, partial(every_kind, world, op)
     yield "few programs, 200 calls, delays", 0.0, partial(many_calls, world)
+    for op in OPS:
+        yield f"{op}, halves of tiles, delays", 5e-3, partial(halves_of_tiles, world, op, FUSED[op])
+    yield f"{OPS[0]}, halves of tiles, by copies", 5e-3, partial(halves_of_tiles, world, OPS[0], FusedGatherByCopies())
     yield "all-reduce + norm, few rows, delays", bound(torch.bfloat16), partial(norms, world)
     yield "few programs, two streams", 5e-3, partial(two_streams, world)
     for title, plan in (
