@@ -2,8 +2,7 @@
 
 N plain processes run without a launcher that would end the others. The last process kills itself instead of joining an
 op. With a fused plan, each of the other processes must raise a weft.Timeout that names the op and that rank, and must
-end by itself. With cuBLAS and NCCL, the host waits for the GPU, and weft's watch of NCCL must end the process. If ranks
-share a GPU, NCCL uses the network, and torch's watchdog watches it instead, so only the fused plan is run.
+end by itself. With cuBLAS and NCCL, the host waits for the GPU, and weft's watch of NCCL must end the process.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-
-import torch
 
 BOUND, GRACE = 5, 70  # seconds: the bound of every wait; the time in which to start, compile and end
 ENDS = {  # by plan: the exit status and the report of the other processes
@@ -88,8 +85,7 @@ def main() -> int:
     a = p.parse_args()
     if "RANK" in os.environ:
         return rank_main(a.plan)
-    plans = ENDS if a.ranks <= torch.cuda.device_count() else ["fused"]
-    return 0 if all([run(plan, a.ranks) for plan in plans]) else 1
+    return 0 if all([run(plan, a.ranks) for plan in ENDS]) else 1
 
 
 if __name__ == "__main__":

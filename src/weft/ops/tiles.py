@@ -20,7 +20,6 @@ from ..world import World
 
 P = TypeVar("P", bound=Plan)
 SMALL_TILES_KIB = 128  # shared memory of 128 x 256 x 64 tiles with mma.sync: three stages, two of them in flight
-
 SAVED_BY_HALVES = 0.2  # the part of a round's time: 0.08 to 0.32 (fused ops on 2 H200s: tests/planner/test_tiles.py)
 
 

@@ -247,8 +247,8 @@ def compute_tiles(x_desc, a_desc, w_descs, out_desc, bias, scales, gathered, ch,
     for nothing. The other tiles follow, beginning with the nearest peer's rows; each tile waits until its rows have
     arrived. The last of them contains the rows before this rank's rows, which arrive last. This rank's shard has rows_n
     rows and begins at row `row`. `gathered` contains the row of a_desc that holds row 0 of the gathered activation, the
-    address of the rows' scales, and the stride of these scales. w_descs are w_desc and w_half_desc. If
-    w_half_desc is not None, no own tile is in the last round."""
+    address of the rows' scales, and the stride of these scales. w_descs are w_desc and w_half_desc. If w_half_desc is
+    not None, the last round contains no tile of own rows."""
     first_row, all_scales, stride = gathered
     w_desc, w_half_desc = w_descs
     BM: tl.constexpr = product.tile.BM
