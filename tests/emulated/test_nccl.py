@@ -215,9 +215,8 @@ def test_torch_enqueues_what_it_must_begin_or_refuse(stand_in: SimpleNamespace, 
     stand_in.collectives.reduce_scatter(STREAM, x, whole)
     assert (
         stand_in.torch == ["_allgather_base", "_reduce_scatter_base"]
-        and stand_in.waits == [STREAM, STREAM]
+        and stand_in.waits == stand_in.collectives._watch.latest.streams == [STREAM, STREAM]
         and not stand_in.nccl
-        and not stand_in.collectives._watch._recorded
     )
 
 
@@ -251,6 +250,15 @@ def test_a_collective_that_does_not_end_is_found(stand_in: SimpleNamespace) -> N
     stand_in.backend.options._timeout = timedelta(seconds=40)
     stand_in.collectives.all_reduce(STREAM, on_gpu(4))
     assert not watch.look(0.0) and not watch.look(40.0) and watch.look(41.0)
+
+
+def test_torchs_watchdog_comes_first(stand_in: SimpleNamespace) -> None:
+    """By the network torch enqueues. If its watchdog has not ended the process at twice the time limit, weft does."""
+    by_network = nccl.collectives(stand_in.group, CUDA, stand_in.make_current, True)  # type: ignore[arg-type]
+    by_network.all_gather(STREAM, on_gpu(8, 8), on_gpu(2, 8))  # type: ignore[arg-type]
+    assert stand_in.torch == ["_allgather_base"] and not stand_in.nccl
+    watch = by_network._watch
+    assert watch is not None and not watch.look(0.0) and not watch.look(100.0) and watch.look(101.0)
 
 
 def test_collectives_that_end_late_together_but_not_alone_are_no_error(stand_in: SimpleNamespace) -> None:
@@ -393,7 +401,6 @@ def test_other_threads_may_add_watches_during_a_look(stand_in: SimpleNamespace, 
     ("change", "reason"),
     [
         ({}, None),
-        ({"network": True}, "network"),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}, None),
         ({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING=2"),
@@ -413,19 +420,21 @@ def test_torch_keeps_the_collectives_whose_errors_it_treats(
             monkeypatch.setenv(name, value)
     if "wrapped" in change:  # by TORCH_DISTRIBUTED_DEBUG=DETAIL
         del stand_in.backend._comm_ptr
-    given_reason = nccl.why_by_torch(stand_in.group, CUDA, "network" in change)
+    given_reason = nccl.why_unwatched(stand_in.group, CUDA)
     assert given_reason is None if reason is None else reason in str(given_reason)
-    direct = isinstance(
-        nccl.collectives(stand_in.group, CUDA, stand_in.make_current, "network" in change), nccl.DirectCollectives
-    )
-    assert direct == (reason is None)
+    for by_network in (False, True):
+        chosen = nccl.collectives(stand_in.group, CUDA, stand_in.make_current, by_network)  # type: ignore[arg-type]
+        assert isinstance(chosen, nccl.DirectCollectives) == (reason is None and not by_network)
+        assert (chosen._watch is None) == (reason is not None)
+        chosen.all_reduce(STREAM, on_gpu(4))  # type: ignore[arg-type]
 
 
 def test_torch_enqueues_if_nccls_library_is_not_known(
     stand_in: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "_library", lambda: None)
-    assert type(nccl.collectives(stand_in.group, CUDA, stand_in.make_current, False)) is nccl.Collectives  # type: ignore[arg-type]
+    chosen = nccl.collectives(stand_in.group, CUDA, stand_in.make_current, False)  # type: ignore[arg-type]
+    assert type(chosen) is nccl.Collectives and chosen._watch is not None
 
 
 def test_only_the_nccl_that_torch_has_loaded_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ The host needs 16 to 29 us to enqueue a collective by torch.distributed's backen
 with two H200s, 2026-11), because torch also records a traceback and makes a Work. `DirectCollectives` calls NCCL
 itself, on torch's communicator: known calls of sequential plans then take 0.76x to 1.02x of the host's time for the
 library's calls, and 1.14x to 1.29x by torch (bench/results/nvidia-h200-x2/experiments). `Watch` does
-for these collectives what torch's watchdog does for its own.
+for these collectives what torch's watchdog does for its own, and ends what the watchdog leaves waiting: on a GPU that
+4 ranks shared, two of them still waited 55 s after their time limit of 20 s, though torch had reported it (2026-11).
 """
 
 from __future__ import annotations
@@ -68,12 +69,24 @@ class Collectives:
     in the same capture, or neither is in one.
 
     The methods call the group's NCCL backend: torch.distributed's functions add checks, and the group's own methods add
-    torch's dispatcher, which cost host time.
+    torch's dispatcher, which cost host time. watched: whether weft ends the process if a collective does not end.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, on: OnStream) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, on: OnStream, watched: bool) -> None:
         self._group, self._on = group, on
         self._backend: Communicator = group._get_backend(device)  # torch's stubs lack the methods of NCCL's backend
+        self._watch = Watch(self, f"rank {group.rank()} on {device}") if watched else None
+
+    @property
+    def limit(self) -> float:
+        """The process group's time limit in seconds, which the caller may change."""
+        seconds: float = self._backend.options._timeout.total_seconds()
+        return seconds
+
+    @property
+    def patience(self) -> float:
+        """The seconds after which weft ends the process. torch's watchdog, which prints more, comes first."""
+        return 2 * self.limit
 
     def _by_torch(
         self, stream: torch.cuda.Stream, enqueue: Callable[..., dist.Work | None], *arguments: object
@@ -82,6 +95,11 @@ class Collectives:
             work = enqueue(*arguments)
             if work is not None:
                 work.wait()
+        self._record(stream)
+
+    def _record(self, stream: torch.cuda.Stream) -> None:
+        if self._watch is not None and not torch._C._cuda_isCurrentStreamCapturing():
+            self._watch.record(stream)
 
     def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> None:
         self._by_torch(stream, self._backend._allgather_base, out, x, _GATHER)
@@ -108,15 +126,12 @@ class DirectCollectives(Collectives):
     has no communicator yet, if another GPU is the thread's current one, or if torch has to refuse the arguments."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, on: OnStream, library: ctypes.CDLL) -> None:
-        super().__init__(group, device, on)
+        super().__init__(group, device, on, watched=True)
         self._library, self._device, self._size = library, device.index, group.size()
-        self._watch = Watch(self, f"rank {group.rank()} on {device}")
 
     @property
-    def limit(self) -> float:
-        """The process group's time limit in seconds, which the caller may change."""
-        seconds: float = self._backend.options._timeout.total_seconds()
-        return seconds
+    def patience(self) -> float:
+        return self.limit  # torch's watchdog does not know these collectives
 
     def all_gather(self, stream: torch.cuda.Stream, out: torch.Tensor, x: torch.Tensor) -> None:
         fits = out.nbytes == self._size * x.nbytes and out.dtype == x.dtype
@@ -189,8 +204,7 @@ class DirectCollectives(Collectives):
             status = self._status_of_call(communicator)
         if status:
             raise WeftError(f"NCCL failed with {status}: {self._library.ncclGetErrorString(status).decode()}")
-        if not torch._C._cuda_isCurrentStreamCapturing():
-            self._watch.record(stream)
+        self._record(stream)
 
     def _status_of_call(self, communicator: int) -> int:
         """Wait until a communicator that does not block has made a call, and return the call's status."""
@@ -201,17 +215,17 @@ class DirectCollectives(Collectives):
 
 
 class Watch:
-    """Finds a collective that does not end within the process group's time limit: a peer that makes no such call leaves
+    """Finds a collective that does not end within its owner's patience: a peer that makes no such call leaves
     the GPU waiting, and the host may be waiting for the GPU.
 
     `latest` is recorded after each collective. A look replaces it, and later looks query the replaced event until it is
     complete; it stays incomplete only if a collective that was enqueued before the first look has not ended. A look
-    begins to count the time when it replaces the event, so that a collective is found within twice the limit. A watch
+    begins to count the time when it replaces the event, so that a collective is found within twice that time. A watch
     refers to no process group, because the thread refers to watches until the process exits.
     """
 
-    def __init__(self, owner: DirectCollectives, where: str) -> None:
-        self.where, self.seconds = where, owner.limit
+    def __init__(self, owner: Collectives, where: str) -> None:
+        self.where, self.seconds = where, owner.patience
         self.latest, self._spare = torch.cuda.Event(), torch.cuda.Event()
         self._watched: torch.cuda.Event | None = None
         self._owner, self._recorded, self._since = weakref.ref(owner), False, 0.0
@@ -222,7 +236,7 @@ class Watch:
         self._recorded = True
 
     def look(self, moment: float) -> bool:
-        """Return whether a collective has not ended within the time limit."""
+        """Return whether a collective has not ended in time."""
         if self._watched is not None:
             if not self._watched.query():
                 return moment - self._since > self.seconds
@@ -231,7 +245,7 @@ class Watch:
             self._recorded = False
             self._watched, self.latest, self._since = self.latest, self._spare, moment
             if (owner := self._owner()) is not None:
-                self.seconds = owner.limit
+                self.seconds = owner.patience
         return False
 
     @property
@@ -298,22 +312,20 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def why_by_torch(group: dist.ProcessGroup, device: torch.device, by_network: bool) -> str | None:
-    """Return the reason why torch.distributed has to enqueue the group's collectives, or None. by_network: whether NCCL
-    moves data by the network."""
+def why_unwatched(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the reason why weft must not end the process if a collective of the group does not end, or None."""
     for name, values in TREATED_BY_TORCH.items():
         if (value := os.environ.get(name, "")).lower() in values:
             return f"{name}={value} asks torch for another treatment of errors"
-    if by_network:
-        return "torch's watchdog reads NCCL's errors of the network"
     if not hasattr(group._get_backend(device), "_comm_ptr"):
         return "the process group does not give its communicator"
     return None
 
 
 def collectives(group: dist.ProcessGroup, device: torch.device, on: OnStream, by_network: bool) -> Collectives:
-    """Return the group's collectives, by NCCL itself if its library is known and torch need not enqueue them."""
-    library = _library()
-    if library is None or why_by_torch(group, device, by_network) is not None:
-        return Collectives(group, device, on)
-    return DirectCollectives(group, device, on, library)
+    """Return the group's collectives. by_network: whether NCCL moves data by the network, whose errors torch's watchdog
+    reads. torch enqueues these collectives, those that are not watched, and all if NCCL's library is not known."""
+    watched = why_unwatched(group, device) is None
+    if watched and not by_network and (library := _library()) is not None:
+        return DirectCollectives(group, device, on, library)
+    return Collectives(group, device, on, watched)
