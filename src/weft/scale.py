@@ -93,7 +93,7 @@ class Scale:
     sent_routes: int = 1024
     section: int = 128
     counts: int = 4096
-    placed_elements: int = 32 * 8 * 32  # 32 elements per thread, 8 warps
+    placed_elements: int = 32 * 4 * 32  # 32 elements per thread, 4 warps
     gradient_block: tuple[int, int] = (4, 256)
     sum_block: tuple[int, int] = (32, 64)
     programs_between_gemms: int = 5

@@ -27,7 +27,6 @@ from ....prepared import Run
 from ....tensor_checks import DTYPES
 from ....transport.memory import lock
 from ....world import World
-from ..activations import GELU
 from ..call import ACTIVATIONS, NAME, Layer, MoeCall, MoeOperands, Weights, first_columns, layer_rows
 from ..routing import route_tables
 from ..routing.kernels import LeftOut
@@ -265,6 +264,12 @@ def _dispatch_launch(world: World, state: DispatchedState) -> Launch:
     return state.side_launch(world, dispatch_rows, True, STAGES=state.plan.send_stages, **sizes)
 
 
+def block_columns(world: World, layer: Layer, block_n: int) -> int:
+    """Return the columns of a block that the first GEMM stores, from tiles of block_n columns (`store_activated`)."""
+    block = world.backend.scale.interleave
+    return block if layer.activation != "gelu" else max(block_n // 4, min(block_n // 2, block))
+
+
 def first_gemm(
     world: World,
     state: DispatchedState,
@@ -288,20 +293,15 @@ def first_gemm(
         epoch=workspace.epoch,
     )
     return BoundLaunch(
-        _first_gemm(
-            world, state, w.w13.shape[1], workspace.epoch is not None, workspace.half_size, preactivation is not None
-        ),
-        moving,
+        _first_gemm(world, state, w.w13.shape[1], workspace.epoch is not None, workspace.half_size), moving
     )
 
 
 @prepared
-def _first_gemm(
-    world: World, state: DispatchedState, n: int, alternating: bool, half_size: int, preactivation: bool
-) -> Launch:
+def _first_gemm(world: World, state: DispatchedState, n: int, alternating: bool, half_size: int) -> Launch:
     layer, plan, act, h = state.layer, state.plan, ACTIVATIONS[state.layer.activation], state.layer.hidden
     bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
-    block = 0 if act == GELU.value else world.backend.scale.interleave
+    block = block_columns(world, layer, bn)
     sizes = constants(
         GatheredSizes,
         ARRIVALS=state.dispatch_programs,
@@ -312,19 +312,19 @@ def _first_gemm(
         GROUP_M=plan.tile.group_m,
         EVEN_K=h % bk == 0,
         ACT=act,
-        GATE_BLOCK=block,
+        BLOCK=block,
         FLATTEN=plan.flatten,
-        HALVES=block == 0 or bn == 4 * block,
+        HALVES=bn == 4 * block,
     )
     return Launch(
         world,
         grouped_gemm_in,
         state.gemm_programs(world),
-        state.gemm(DISPATCH_REGISTERS, (block or bn // 2) + (bn // 2 if preactivation else 0), with_dispatch=True),
+        state.gemm(DISPATCH_REGISTERS, block, with_dispatch=True),
         w_desc=Matrix(state.local_experts * n, h, (bn, bk)),
         w_half_desc=Matrix(state.local_experts * n, h, (bn // 2, bk)),
-        hidden_desc=Matrix(state.rows, layer.inner, (bm, block or bn // 2)),
-        preactivation_desc=Matrix(state.rows, n, (bm, bn // 2)),
+        hidden_desc=Matrix(state.rows, layer.inner, (bm, block)),
+        preactivation_desc=Matrix(state.rows, n, (bm, block)),
         ch=state.dispatch_flags,
         half_size=half_size,
         N=n,
@@ -508,7 +508,7 @@ def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> L
         BK=tile.block_k,
         EVEN_K=h % tile.block_k == 0,
         ACT=act,
-        GATE_BLOCK=0 if act == GELU.value else world.backend.scale.interleave,
+        BLOCK=block_columns(world, layer, tile.block_n),
         **blocks,
     )
 
@@ -548,7 +548,7 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
     builder, tables, counters = tables_of(world, layer, block_m)
     weights_all, saved = builder.routes.shared_weights.local, call.saved_shapes(world, block_m)
     share, send = route_tables.share_launch(world, builder.routes), _dispatch_launch(world, state)
-    gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0, len(saved) > 1)
+    gemm_in = _first_gemm(world, state, first_columns(world, layer), False, 0)
     gemm_out = _grouped_gemm(world, state, layer.inner, layer.hidden, False, False)
     order, rows = ordered_routes(world, layer, block_m, state.rows)
     combine, combined = combine_launch(world, state, rows, tables.targets, counters, space)
@@ -585,13 +585,13 @@ def prepare_dispatched(world: World, call: MoeCall, plan: Dispatched) -> Run:
             world.wait_event(side, world.record(stream))
             order(side)
         gemm_in(stream, **in_moving)
-        if kept:
-            world.copy(kept[0], space.inbox.local, stream)
         # Combine may start only after the first GEMM. Earlier, its programs would occupy room on the SMs, and unless
         # `order` precedes them, the tables would be incomplete.
         first_gemm_done = world.record(stream)
         gemm_out(stream, **out_moving)
         world.wait_event(side, first_gemm_done)
+        if kept:  # all rows have arrived, and other ranks overwrite none before combine announces its sums
+            world.copy(kept[0], space.inbox.local, side)
         combine(side, **combined)
         # Without this wait, the programs of the sum could keep this rank's combine programs off the SMs while other
         # ranks wait for them. Moreover, a later call may overwrite memory that the combine programs read.

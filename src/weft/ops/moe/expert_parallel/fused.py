@@ -126,7 +126,7 @@ def layer_launch(
         memory=layer_memory(world, layer, plan, workspace, timed, number),
         w13_desc=Matrix(local_experts * n, h, (bn, bk)),
         w2_desc=Matrix(local_experts * h, i, (bn, bk)),
-        hidden_in=Matrix(builder.rows, i, (bm, sizes.GATE_BLOCK.value or bn // 2)).argument(workspace.hidden),
+        hidden_in=Matrix(builder.rows, i, (bm, sizes.BLOCK.value)).argument(workspace.hidden),
         hidden_out=Matrix(builder.rows, i, (bm, bk)).argument(workspace.hidden),
         y_desc=Matrix(builder.rows, h, (bm, bn // 2)).argument(workspace.y),
         ch=world.channel(f"{NAME}, a layer by {copies} copy programs", 3 * world.size - 2, None, copies),

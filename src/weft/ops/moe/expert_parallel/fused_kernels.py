@@ -129,7 +129,7 @@ class LayerOperands(NamedTuple):
 
 class LayerSizes(NamedTuple):
     """The sizes that depend on the layer and the plan. P, KP: H and K rounded up to powers of two. INNER: the inner
-    size. EVEN_K: as in `gathered_tile`; GATE_BLOCK, ACT: as in `store_activated`. A block that is sent consists of
+    size. EVEN_K: as in `gathered_tile`; BLOCK, ACT: as in `store_activated`. A block that is sent consists of
     SEND_ROWS rows of P elements, and STAGES blocks are in flight. A block that is summed consists of SUM_ROWS rows of
     COLS elements. router: the sizes of the router if the launch includes one."""
 
@@ -145,7 +145,7 @@ class LayerSizes(NamedTuple):
     GROUP_M: tl.constexpr
     EVEN_K: tl.constexpr
     ACT: tl.constexpr
-    GATE_BLOCK: tl.constexpr
+    BLOCK: tl.constexpr
     SEND_ROWS: tl.constexpr
     STAGES: tl.constexpr
     SUM_ROWS: tl.constexpr
@@ -308,8 +308,7 @@ def first_gemm_tile(operands, memory, w_desc, hidden_desc, ch, i, tn, N, K, max_
     source = tl.load(memory.tables.sources + row + tl.arange(0, s.BM))[:, None]
     rows = token_rows(operands.x, memory.inbox, source, me, max_tokens, K)
     acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.EVEN_K)
-    acc = add_bias(acc, operands.b13, expert, tn * s.BN, N, s.BN)
-    store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATE_BLOCK)
+    store_activated(hidden_desc, None, acc, operands.b13, expert, row, tn * s.BN, N, s)
     flush_stores(True)
     tl.atomic_add(tiles_done(memory, i), 1, sem="release", scope="gpu")
 

@@ -59,9 +59,9 @@ class GatheredSizes(NamedTuple):
     """The sizes of `grouped_gemm_in`.
 
     ARRIVALS: the number of arrivals at the counter of a source step in each call. OTHER_PROGRAMS: the number of
-    programs in a second launch that also advance `epoch`. EVEN_K as in `gathered_tile`; ACT, GATE_BLOCK as in
+    programs in a second launch that also advance `epoch`. EVEN_K as in `gathered_tile`; ACT, BLOCK as in
     `store_activated`. FLATTEN: whether the loop over tiles is flattened. HALVES: whether tiles of the last round are
-    split (`whole_tiles`), which requires that half of a tile's columns are whole blocks of gate and up columns.
+    split (`whole_tiles`), which requires that half of a tile consists of two blocks.
     """
 
     ARRIVALS: tl.constexpr
@@ -72,7 +72,7 @@ class GatheredSizes(NamedTuple):
     GROUP_M: tl.constexpr
     EVEN_K: tl.constexpr
     ACT: tl.constexpr
-    GATE_BLOCK: tl.constexpr
+    BLOCK: tl.constexpr
     FLATTEN: tl.constexpr
     HALVES: tl.constexpr
 
@@ -189,32 +189,49 @@ def gated(gate, up, ACT: tl.constexpr):
 
 
 @jit
-def store_activated(
-    out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATE_BLOCK: tl.constexpr
-):
-    """Store a tile's activation by TMA. For GELU, out_desc has blocks [BM, BN / 2]. Otherwise it has blocks [BM,
-    GATE_BLOCK], and the gate and up columns are in the order of `store_halves`."""
-    HALF: tl.constexpr = BN // 2
-    left, right = column_halves(acc, BM, BN)
-    if ACT == GELU:
-        out_desc.store([row, col], gelu(left).to(out_desc.dtype))
-        out_desc.store([row, col + HALF], gelu(right).to(out_desc.dtype))
-    elif GATE_BLOCK == HALF:
-        out_desc.store([row, col // 2], gated(left, right, ACT).to(out_desc.dtype))
-    else:
-        gate, up = column_halves(left, BM, HALF)
-        out_desc.store([row, col // 2], gated(gate, up, ACT).to(out_desc.dtype))
-        gate, up = column_halves(right, BM, HALF)
-        out_desc.store([row, col // 2 + GATE_BLOCK], gated(gate, up, ACT).to(out_desc.dtype))
-
-
-@jit
 def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
     """Return acc plus the expert's row of bias [experts, N], or acc if bias is None."""
     if bias is not None:
         c = col + tl.arange(0, BN)
         acc += tl.load(bias + expert * N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
     return acc
+
+
+@jit
+def store_blocks(out_desc, preactivation_desc, acc, bias, expert, row, col, N, COLS: tl.constexpr, s):
+    """Store the activation of acc [BM, COLS] plus the bias by TMA and, unless preactivation_desc is None, this sum
+    itself. Both have blocks [BM, COLS / 2]. Unless the activation is GELU, acc consists of a block of gate columns and
+    one of up columns. All further arguments are as in `store_activated`.
+
+    The bias is added here, and the activation is stored first. Otherwise ptxas would spill up to 1,756 bytes for a
+    whole tile (sm_90a, Triton 3.6)."""
+    HALF: tl.constexpr = COLS // 2
+    left, right = column_halves(add_bias(acc, bias, expert, col, N, COLS), s.BM, COLS)
+    if s.ACT == GELU:
+        out_desc.store([row, col], gelu(left).to(out_desc.dtype))
+        out_desc.store([row, col + HALF], gelu(right).to(out_desc.dtype))
+    else:
+        out_desc.store([row, col // 2], gated(left, right, s.ACT).to(out_desc.dtype))
+    if preactivation_desc is not None:
+        preactivation_desc.store([row, col], left.to(preactivation_desc.dtype))
+        preactivation_desc.store([row, col + HALF], right.to(preactivation_desc.dtype))
+
+
+@jit
+def store_activated(out_desc, preactivation_desc, acc, bias, expert, row, col, N, s):
+    """Store the activation of a tile acc [BM, BN] plus the expert's row of bias [experts, N] (or None) and, unless
+    preactivation_desc is None, this sum itself. Unless the activation is GELU, blocks of gate and of up columns
+    alternate. s: sizes with BM, BN, ACT and BLOCK, which is half or a quarter of BN.
+
+    Both have blocks [BM, BLOCK], so that Triton stores them through the same shared memory. With blocks of BN / 2
+    columns of the sum there would be room for one stage less."""
+    HALF: tl.constexpr = s.BN // 2
+    if s.BLOCK == HALF:
+        store_blocks(out_desc, preactivation_desc, acc, bias, expert, row, col, N, s.BN, s)
+    else:
+        left, right = column_halves(acc, s.BM, s.BN)
+        store_blocks(out_desc, preactivation_desc, left, bias, expert, row, col, N, HALF, s)
+        store_blocks(out_desc, preactivation_desc, right, bias, expert, row, col + HALF, N, HALF, s)
 
 
 @jit
@@ -241,17 +258,6 @@ def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
-def store_half_activated(out_desc, acc, row, col, BM: tl.constexpr, HALF: tl.constexpr, ACT: tl.constexpr):
-    """Store the activation of half a tile, acc [BM, HALF], as `store_activated` stores a whole one. For a gated
-    activation the half is one block of gate columns and one of up columns."""
-    if ACT == GELU:
-        out_desc.store([row, col], gelu(acc).to(out_desc.dtype))
-    else:
-        gate, up = column_halves(acc, BM, HALF)
-        out_desc.store([row, col // 2], gated(gate, up, ACT).to(out_desc.dtype))
-
-
-@jit
 def wait_for_rows(ch, me, waited_step, last_step, tile, ARRIVALS: tl.constexpr):
     """Wait for the rows of a tile, of the source steps after `waited_step` up to `last_step`. ARRIVALS: as in
     `GatheredSizes`."""
@@ -273,10 +279,9 @@ def grouped_gemm_in(
     arrive.
 
     inbox [.., K]; sources int32 [rows]: the inbox row of each row, or -1. w_desc is [experts N, K]; w_half_desc is the
-    same in blocks of half as many rows. hidden_desc: as in `store_activated`. preactivation_desc [rows, N] in blocks
-    [BM, BN / 2]: the input of the activation, or None. bias is [experts, N] or None. tiles is int32 [.., 4], and
-    tile_count int32 [1]. epoch, half_size: as in `half_offset`; the last program of this launch and of the
-    OTHER_PROGRAMS programs advances the epoch. s: `GatheredSizes`.
+    same in blocks of half as many rows. hidden_desc, preactivation_desc [rows, N]: as in `store_activated`. bias is
+    [experts, N] or None. tiles is int32 [.., 4], and tile_count int32 [1]. epoch, half_size: as in `half_offset`; the
+    last program of this launch and of the OTHER_PROGRAMS programs advances the epoch. s: `GatheredSizes`.
 
     A tile waits for all source steps up to its last one, except for the steps for which the program's previous tile has
     waited. Rows are stored and loaded by ordinary instructions, so no proxy fence is needed for them. No kernel writes
@@ -299,10 +304,7 @@ def grouped_gemm_in(
         source = tl.load(sources + row + tl.arange(0, s.BM))[:, None]
         row_pointers = inbox + source.to(tl.int64) * K
         acc = gathered_tile(row_pointers, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.EVEN_K)
-        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
-        if preactivation_desc is not None:
-            store_plain(preactivation_desc, acc, row, tn * s.BN, s.BM, s.BN)
-        store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATE_BLOCK)
+        store_activated(hidden_desc, preactivation_desc, acc, bias, expert, row, tn * s.BN, N, s)
     if s.HALVES:
         half = 2 * whole + tl.program_id(0)
         # K > 0 is always true; without this test ptxas cannot infer it, and serialises wgmmas.
@@ -317,10 +319,7 @@ def grouped_gemm_in(
             row_pointers = inbox + source.to(tl.int64) * K
             w_row = expert * N + col
             half_acc = gathered_tile(row_pointers, source >= 0, w_half_desc, w_row, K, s.BM, HALF, s.BK, s.EVEN_K)
-            half_acc = add_bias(half_acc, bias, expert, col, N, HALF)
-            if preactivation_desc is not None:
-                preactivation_desc.store([row, col], half_acc.to(preactivation_desc.dtype))
-            store_half_activated(hidden_desc, half_acc, row, col, s.BM, HALF, s.ACT)
+            store_blocks(hidden_desc, preactivation_desc, half_acc, bias, expert, row, col, N, HALF, s)
     end_call(ch, epoch, P + s.OTHER_PROGRAMS)
 
 

@@ -107,12 +107,12 @@ def store_rows(dst, values, routes, col, N, BN: tl.constexpr):
 
 @jit
 def store_hidden(dst, acc, routes, tn, s):
-    """Store a tile's activation in hidden [.., I], as `store_activated` does. If there is a gate, BN = 2 GATE_BLOCK."""
+    """Store a tile's activation in hidden [.., I], as `store_activated` does. If there is a gate, BN = 2 BLOCK."""
     if s.ACT == GELU:
         store_rows(dst, gelu(acc), routes, tn * s.BN, s.INNER, s.BN)
     else:
         gate, up = column_halves(acc, s.BM, s.BN)
-        store_rows(dst, gated(gate, up, s.ACT), routes, tn * s.GATE_BLOCK, s.INNER, s.GATE_BLOCK)
+        store_rows(dst, gated(gate, up, s.ACT), routes, tn * s.BLOCK, s.INNER, s.BLOCK)
 
 
 @jit

@@ -10,9 +10,9 @@ from ..routing.route_tables import Tables, power
 from .dispatched import DispatchedState
 from .place_rows_kernels import ExpertOrder, place_rows
 
-# The warps of a `place_rows` program and the registers of a thread. Two such programs and a dispatch program fit on one
-# SM.
-PLACE_WARPS, PLACE_REGISTERS = 8, 96
+# The number of `place_rows` programs per SM, and the warps and registers per thread of each: these programs fit on an
+# SM together with a dispatch program, and one of them with a GEMM.
+PLACE_PER_SM, PLACE_WARPS, PLACE_REGISTERS = 2, 4, 96
 
 
 def order_of(tables: Tables, ids: torch.Tensor) -> ExpertOrder:
@@ -40,12 +40,12 @@ def place_rows_launch(
 
 @prepared
 def _place_rows(world: World, state: DispatchedState, arrivals: int, clear_padding: bool, half_size: int) -> Launch:
-    layer, block = state.layer, world.backend.scale.placed_elements
+    layer, block, programs = state.layer, world.backend.scale.placed_elements, PLACE_PER_SM * world.sm_count
     cols = min(power(layer.hidden), block)
     return Launch(
         world,
         place_rows,
-        world.sm_count,
+        programs,
         dict(num_warps=PLACE_WARPS, maxnreg=PLACE_REGISTERS, co_resident=True),
         ch=state.dispatch_flags,
         half_size=half_size,
@@ -58,5 +58,5 @@ def _place_rows(world: World, state: DispatchedState, arrivals: int, clear_paddi
         ROWS=block // cols,
         STAGES=state.plan.send_stages,
         PADDED=clear_padding,
-        PROGRAMS=world.sm_count,
+        PROGRAMS=programs,
     )
