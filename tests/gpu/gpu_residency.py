@@ -4,8 +4,9 @@
 Every rank makes the calls in the same order. A sleep precedes one of the calls, so rank 0's GPU begins with the first
 call and the other ranks' GPUs with the second. The World makes the second call start after the first, so both end,
 eagerly and in a graph. At the end the program stops the World from ordering the calls: then both calls wait for free
-SMs until `weft.Timeout`. The program prints a line for each case, with the number of waits that ordered the calls,
-since even calls that nothing orders may end by chance. The program exits with 1 at the first case that fails.
+SMs until `weft.Timeout`. If ranks share a GPU, this case is left out: the GPU's time slices may be longer than the
+sleep, so that all ranks begin with the same call. The program prints a line for each case, with the number of waits
+that ordered the calls, since even calls that nothing orders may end by chance. The program exits with 1 at the first case that fails.
 
 The run sets the time limit of waits: a rank that shares its GPU with other processes may be late by seconds.
 """
@@ -82,9 +83,10 @@ def main() -> None:
         for call in by_name.values():
             call()
     world.synchronize()
-    for name_a, name_b, ordered in [
-        ("gather", "experts", True), ("sum", "experts", True), ("gather", "sum", True), ("gather", "experts", False),
-    ]:  # fmt: skip
+    cases = [("gather", "experts", True), ("sum", "experts", True), ("gather", "sum", True)]
+    if not world.backend.shares_gpu:
+        cases.append(("gather", "experts", False))
+    for name_a, name_b, ordered in cases:
         if not ordered:
             weft.World.order_residents = lambda *_: None  # type: ignore[method-assign]
         outcomes = [""] * world.size
