@@ -21,10 +21,11 @@ in the order of the source steps. The table of tiles (int32 [.., 4]: first row, 
 sorted by last source step.
 
 Memory order. A rank begins a call after every rank has sent its sums of the previous call, because `sum_ranks`, the
-last kernel of a call, waits for all ranks. A rank announces its sums after its first GEMM, the only reader of its
-inbox. So no rank still reads rows that `dispatch_rows` overwrites. Other ranks write to a rank's outbox only for rows
-that this rank has sent in the current call, and by then it has read the sums of the previous call. So inbox and outbox
-need no second half. Each counter that another rank increments is incremented by one rank only.
+last kernel of a call, waits for all ranks. A rank announces its sums after its first GEMM and, if the backward pass
+needs the received tokens, after their copy: nothing else reads its inbox. So no rank still reads rows that
+`dispatch_rows` overwrites. Other ranks write to a rank's outbox only for rows that this rank has sent in the current
+call, and by then it has read the sums of the previous call. So inbox and outbox need no second half. Each counter that
+another rank increments is incremented by one rank only.
 
 Symbols of shapes:
 
