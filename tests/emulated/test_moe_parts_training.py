@@ -115,6 +115,8 @@ CASES = {  # hidden, inner of a rank, experts, k, ranks, activation, biases, dty
     "Mixtral": (4096, 7168, 2, 2, 2, "swiglu", False, BF, "activation"),
     "GPT-OSS": (2880, 360, 4, 4, 8, "gpt_oss", True, BF, "nothing"),
     "odd": (1032, 520, 4, 3, 2, "gelu", True, HALF, "rows"),
+    "odd, activations kept": (1032, 520, 4, 3, 4, "gelu", True, HALF, "activation"),
+    "GPT-OSS, activations kept": (2880, 360, 4, 4, 4, "gpt_oss", True, BF, "activation"),
 }
 NEW = {"activation_gradient", "activation_backward", "grouped_wgrad", "row_sums", "place_rows", "keep_shards"}
 

@@ -5,8 +5,9 @@ Every rank makes the calls in the same order. A sleep precedes one of the calls,
 call and the other ranks' GPUs with the second. The World makes the second call start after the first, so both end,
 eagerly and in a graph. At the end the program stops the World from ordering the calls: then both calls wait for free
 SMs until `weft.Timeout`. If ranks share a GPU, this case is left out: the GPU's time slices may be longer than the
-sleep, so that all ranks begin with the same call. The program prints a line for each case, with the number of waits
-that ordered the calls, since even calls that nothing orders may end by chance. The program exits with 1 at the first case that fails.
+sleep, so that all ranks may begin with the same call. The program prints a line for each case, with the number of
+waits that ordered the calls, since even calls that nothing orders may end by chance. The program exits with 1 at the
+first case that fails.
 
 The run sets the time limit of waits: a rank that shares its GPU with other processes may be late by seconds.
 """

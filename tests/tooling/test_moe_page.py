@@ -224,7 +224,8 @@ def test_the_notes_on_the_last_round_of_tiles_are_those_of_the_experiments() -> 
 
 def test_the_notes_on_training_steps_are_those_of_the_experiment() -> None:
     """The comment in the backward pass says what it saves to place rows beside a GEMM. Steps with saved activations
-    became faster where the GPU's power does not limit the GEMMs, and no others slower."""
+    became faster where the GPU's power does not limit the GEMMs, and no others slower. In the new tree's steps of call 1
+    the first GEMM stored the activation's input before the activation, and not after it."""
     path = ROOT / "bench/results/nvidia-h200-x2/experiments/moe-step.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     us = {(r["tree"], r["kernel"]): fmean(r["us"]) for r in rows if "kernel" in r}

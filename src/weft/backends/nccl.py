@@ -4,8 +4,9 @@ The host needs 16 to 29 us to enqueue a collective by torch.distributed's backen
 with two H200s, 2026-11), because torch also records a traceback and makes a Work. `DirectCollectives` calls NCCL
 itself, on torch's communicator: known calls of sequential plans then take 0.76x to 1.02x of the host's time for the
 library's calls, and 1.14x to 1.29x by torch (bench/results/nvidia-h200-x2/experiments). `Watch` does
-for these collectives what torch's watchdog does for its own, and ends what the watchdog leaves waiting: on a GPU that
-4 ranks shared, two of them still waited 55 s after their time limit of 20 s, though torch had reported it (2026-11).
+for these collectives what torch's watchdog does for its own, and ends processes that the watchdog does not: of 4 ranks
+on one GPU, whose last was killed, two had not ended 75 s after their start, though the watchdog had reported the time
+limit of 20 s (2026-11).
 """
 
 from __future__ import annotations
@@ -215,8 +216,8 @@ class DirectCollectives(Collectives):
 
 
 class Watch:
-    """Finds a collective that does not end within its owner's patience: a peer that makes no such call leaves
-    the GPU waiting, and the host may be waiting for the GPU.
+    """Finds a collective that does not end within its owner's patience: a peer that makes no such call leaves the GPU
+    waiting, and the host may be waiting for the GPU.
 
     `latest` is recorded after each collective. A look replaces it, and later looks query the replaced event until it is
     complete; it stays incomplete only if a collective that was enqueued before the first look has not ended. A look

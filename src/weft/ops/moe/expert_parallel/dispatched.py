@@ -265,7 +265,8 @@ def _dispatch_launch(world: World, state: DispatchedState) -> Launch:
 
 
 def block_columns(world: World, layer: Layer, block_n: int) -> int:
-    """Return the columns of a block that the first GEMM stores, from tiles of block_n columns (`store_activated`)."""
+    """Return the columns of a block that the first GEMM stores (`store_activated`), half or a quarter of block_n, the
+    columns of its tile. Gate and up columns alternate in such blocks."""
     block = world.backend.scale.interleave
     return block if layer.activation != "gelu" else max(block_n // 4, min(block_n // 2, block))
 
